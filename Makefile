@@ -1,0 +1,195 @@
+# Everything a person types here. `make` alone lists it.
+#
+# A finished step leaves a stamp whose name holds a digest of what went into it, so a step runs again
+# when its input changed, and only then: a touched file or a switched branch costs nothing, a removed
+# patch is noticed. The verbs of tools/ are safe to repeat; the stamps spare the time.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Every step waits for the one before it, and two of them would write over each other's output.
+.NOTPARALLEL:
+
+# The environment comes from the lock alone; nothing calls home.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+export DO_NOT_TRACK := 1
+export PRE_COMMIT_HOME := build/pre-commit
+
+PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python3)
+PY := .venv/bin/python
+UV := .venv/bin/uv
+TOOLS := $(PY) -m tools
+
+# Free disk space, in GB, that a first run wants: .venv 6, the installer's cache of the same files 6
+# (shared by hard links where both lie on one file system), source trees and wheels 1.
+NEED_GB ?= 12
+
+digest = $(shell { $(1); } 2>/dev/null | sha256sum | cut -c 1-16)
+files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+
+# The place counts too: scripts in .venv hold its path.
+LOCKED := .venv/.locked-$(call digest,pwd; cat requirements/bootstrap.txt requirements/environment.txt)
+PRISTINE_ID := $(call digest,$(call files,upstream.toml pyproject.toml tools))
+SERIES_ID := $(call digest,$(call files,upstream.toml pyproject.toml tools patches))
+BUILT := build/wheels/.built-$(SERIES_ID)
+INSTALLED := .venv/.installed-$(SERIES_ID)
+PRISTINE := build/pristine/.installed-$(PRISTINE_ID)
+
+# A wheel built here goes in without its dependencies (the lock has them), and by copy: files shared
+# with the installer's cache would change there when somebody edits them here.
+INSTALL := $(UV) pip install --quiet --python $(PY) --no-deps --no-index --no-cache --link-mode copy
+
+##@ See it work
+
+.PHONY: help
+help: ## List every target
+	@awk -F ':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## /{printf "  %-14s %s\n", $$1, $$2}' Makefile
+
+.PHONY: demo
+demo: $(INSTALLED) ## Serve a small MoE model and compare every captured row with an oracle
+	@exec $(PY) -m examples.demo
+
+.PHONY: demo-corrupt
+demo-corrupt: $(INSTALLED) ## The demo with one captured id flipped: must fail
+	@exec $(PY) -m examples.demo --corrupt
+
+.PHONY: demo-pristine
+demo-pristine: $(PRISTINE) ## The demo on vLLM without the series: must fail
+	@exec env PYTHONPATH="$(CURDIR)/build/pristine/site" $(PY) -m examples.demo --pristine
+
+##@ Test
+
+.PHONY: test
+test: $(INSTALLED) ## Run the whole test suite, less what is marked slow
+	@exec $(PY) -m pytest
+
+.PHONY: test-long
+test-long: $(INSTALLED) ## Run the tests marked slow
+	@exec $(PY) -m pytest -m slow
+
+.PHONY: soak
+soak: $(INSTALLED) ## Ten thousand requests with random aborts: nothing may be left of them
+	@exec $(PY) -m pytest -m slow tests/behaviour/test_soak.py
+
+.PHONY: gpu-test
+gpu-test: $(LOCKED) ## Run the tests that need a GPU, with the vLLM that is installed
+	@exec $(PY) -m pytest tests/gpu
+
+.PHONY: mutants
+mutants: $(INSTALLED) ## Break the scheduler-side code in named ways: the property test must notice each
+	@exec $(PY) -m tests.property.mutants
+
+.PHONY: check
+check: lint apply ## Lint; check the series; check that exporting it changes nothing
+	$(TOOLS) series check
+	$(TOOLS) series export --check
+
+.PHONY: lint
+lint: $(LOCKED) ## Run every linter on every committed file
+	@exec $(PY) -m pre_commit run --all-files
+
+.PHONY: format
+format: $(LOCKED) ## Format the Python files and mend what the linter can mend
+	@$(PY) -m ruff check --fix-only --quiet .
+	@exec $(PY) -m ruff format .
+
+##@ Work on the series
+
+.PHONY: source
+source: $(LOCKED) ## Get the pinned vLLM source
+	$(TOOLS) source fetch
+
+.PHONY: apply
+apply: source ## Apply the series: build/vllm, one commit a patch
+	$(TOOLS) series apply
+
+.PHONY: export
+export: $(LOCKED) ## Write the commits of build/vllm back to patches/
+	$(TOOLS) series export
+
+.PHONY: list
+list: $(LOCKED) ## List the series
+	@exec $(TOOLS) series list
+
+##@ Build and install
+
+.PHONY: venv
+venv: $(LOCKED) ## Make .venv, exactly as requirements/environment.txt locks it
+
+.PHONY: wheel
+wheel: $(BUILT) ## Build the patched CPU wheel into build/wheels
+	@ls build/wheels/vllm-*.whl
+
+.PHONY: install
+install: $(INSTALLED) ## Install the patched CPU wheel into .venv
+	@echo "In .venv: $$(cat $(INSTALLED))"
+
+.PHONY: verify
+verify: $(INSTALLED) ## Prove that the built and the installed wheel are base plus series
+	$(TOOLS) wheel verify build/wheels/vllm-*.whl
+	$(TOOLS) wheel verify --installed
+
+##@ Keep house
+
+.PHONY: lock
+lock: apply ## Write requirements/*.txt anew (ARGS=--upgrade for newer versions)
+	grep '^uv==' requirements/environment.in | $(LOCK) --no-annotate --output-file requirements/bootstrap.txt -
+	$(LOCK) $(ARGS) --output-file requirements/environment.txt requirements/environment.in
+
+# Names no index: where packages come from is the machine's business, what they are is the lock's.
+LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock" $(UV) pip compile --quiet --generate-hashes --no-emit-index-url \
+	--only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_28
+
+.PHONY: clean
+clean: ## Remove everything made, less .venv and downloads
+	@if [ -d build ]; then find build -mindepth 1 -maxdepth 1 -not -name downloads -exec rm -rf {} +; fi
+	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+.PHONY: distclean
+distclean: clean ## Remove .venv and downloads as well
+	@rm -rf build .venv
+
+# --- the steps behind the stamps -----------------------------------------------------------------
+
+$(LOCKED):
+	@system="$$(uname -sm)"; [ "$$system" = "Linux x86_64" ] || \
+		{ echo "error: the locked environment is for Linux on x86_64; this is $$system" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is not that. Name one: make PYTHON=python3.11 venv" >&2; exit 1; }
+	@rm -f .venv/.locked-* .venv/.installed-*
+	@if ! grep -qsF "$(CURDIR)/.venv" .venv/pyvenv.cfg || ! $(PY) -c '' 2>/dev/null; then \
+		rm -rf .venv; \
+		free=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); [ "$$free" -ge $(NEED_GB) ] || \
+			{ echo "error: a first run wants $(NEED_GB) GB of free disk space; found $$free GB. To try all the same: make NEED_GB=$$free venv" >&2; exit 1; }; \
+		echo "Making .venv with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv .venv; \
+	fi
+	@$(PY) -m pip install --quiet --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
+		--requirement requirements/bootstrap.txt
+	@echo "Installing the $$(grep -c '^[^ #]*==' requirements/environment.txt) locked packages into .venv (3 GB to download the first time, 6 GB on disk)"
+	@$(UV) pip sync $$([ -t 2 ] || echo --quiet) --python $(PY) --no-build --require-hashes requirements/environment.txt
+	@touch $@
+
+$(BUILT): | $(LOCKED)
+	@echo "Building the patched CPU wheel"
+	$(TOOLS) source fetch
+	$(TOOLS) series apply
+	@rm -rf build/wheels && mkdir -p build/wheels
+	$(TOOLS) wheel build --variant cpu --out build/wheels
+	@touch $@
+
+$(INSTALLED): $(BUILT) | $(LOCKED)
+	@rm -f .venv/.installed-*
+	@echo "Installing $$(cd build/wheels && ls vllm-*.whl) into .venv"
+	@$(INSTALL) --reinstall build/wheels/vllm-*.whl
+	@(cd build/wheels && ls vllm-*.whl) >$@
+
+$(PRISTINE): | $(LOCKED)
+	@echo "Building the CPU wheel of vLLM without the series, into build/pristine"
+	$(TOOLS) source fetch
+	$(TOOLS) series apply --pristine --tree build/pristine/vllm
+	@rm -rf build/pristine/wheels build/pristine/site build/pristine/.installed-*
+	$(TOOLS) wheel build --variant cpu --tree build/pristine/vllm --out build/pristine/wheels
+	@$(INSTALL) --target build/pristine/site build/pristine/wheels/vllm-*.whl
+	@touch $@

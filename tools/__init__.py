@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Source, patch series and wheels of the project; run as ``python -m tools``."""

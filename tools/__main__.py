@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one entry point: ``python -m tools ROOM VERB``. Only here are errors printed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.commands import series, source, wheel
+from tools.errors import ToolError
+from tools.pin import Project
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+_EXAMPLES = """\
+examples:
+  python -m tools source fetch                   get the pinned source of vLLM
+  python -m tools series apply                   build/vllm: one commit for each patch
+  python -m tools series export                  write those commits back to patches/
+  python -m tools series export --check          fail if that would change a file
+  python -m tools series check                   check every patch against the rules
+  python -m tools series list                    show the series
+  python -m tools series fingerprint             one digest for pin and series
+  python -m tools wheel build --variant cpu      lay the series over the base wheel
+  python -m tools wheel verify                   prove that a wheel is base plus series
+
+Every verb explains itself: python -m tools ROOM VERB --help
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All rooms and verbs."""
+    top = argparse.ArgumentParser(
+        prog="python -m tools",
+        description="Source, patch series and wheels of vllm-routed-experts.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument(
+        "--root", type=Path, default=_ROOT, help="the repository (default: the one of this file)"
+    )
+    rooms = top.add_subparsers(metavar="ROOM", required=True)
+    for room in (source, series, wheel):
+        room.add(rooms)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit status is 0, 1 for an error that is explained, 2 for wrong usage."""
+    parsed = parser().parse_args(arguments)
+    try:
+        return parsed.verb(parsed, Project(parsed.root))
+    except ToolError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left half done", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

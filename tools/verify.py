@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that a wheel, or what was installed from it, is the base wheel plus the series."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import subprocess
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+from tools.download import fetch
+from tools.errors import Problems, ToolError
+from tools.git import Git
+from tools.pin import Project
+from tools.series import Series
+from tools.tree import open_tree
+from tools.wheel import (
+    PACKAGE,
+    Member,
+    Plan,
+    plan_wheel,
+    read_wheel_version,
+    tree_series,
+)
+
+# What an installer adds beside the wheel's own files.
+_INSTALLERS_OWN = {"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A proof that held."""
+
+    what: str
+    files: int
+    patched: int
+    patches: int
+
+
+def _plan_for(project: Project, tree: Path, series_file: Path, version: str) -> tuple[Plan, Series]:
+    """What a wheel of this version must be, from tree and base wheel alone."""
+    base, release = read_wheel_version(project.pin, version)
+    git: Git = open_tree(tree, project.pin)
+    series = tree_series(git, project, series_file)
+    if bool(series) != bool(release):
+        raise ToolError(
+            "the version does not go with the build tree",
+            where=version,
+            expected="release 0 for the pristine tree, 1 and up for a patched one",
+            found=f"release {release}, {len(series)} patches",
+            next_step="python -m tools series apply",
+        )
+    path = fetch(base.file, project.downloads)
+    with zipfile.ZipFile(path) as wheel:
+        return plan_wheel(wheel, base, git, project.pin, series, release), series
+
+
+def _difference(member: Member, data: bytes | None) -> ToolError | None:
+    """How a file deviates from the plan; None when it does not."""
+    if data is None:
+        return ToolError(
+            "missing", where=member.name, expected=f"sha256 {member.sha256.hex()}", found="nothing"
+        )
+    digest = hashlib.sha256(data).hexdigest()
+    if digest == member.sha256.hex():
+        return None
+    return ToolError(
+        "changed",
+        where=member.name,
+        expected=f"sha256 {member.sha256.hex()}, from {member.why}",
+        found=f"sha256 {digest}",
+    )
+
+
+def _extra(names: Iterable[str]) -> list[ToolError]:
+    return [ToolError("extra", where=name, expected="no such file") for name in sorted(names)]
+
+
+def _conclude(what: str, plan: Plan, series: Series, deviations: list[ToolError]) -> Verified:
+    if deviations:
+        raise Problems(f"{what} is not the base wheel plus the series; deviations", deviations)
+    patched = sum(member.data is not None for member in plan.members)
+    return Verified(what, len(plan.members), patched, len(series))
+
+
+def verify_wheel(project: Project, path: Path, tree: Path, series_file: Path) -> Verified:
+    """Compare every member of a wheel file with what it must be."""
+    try:
+        _, version, _, _ = parse_wheel_filename(path.name)
+        archive = zipfile.ZipFile(path)
+    except (InvalidWheelFilename, zipfile.BadZipFile, FileNotFoundError) as error:
+        raise ToolError("this is not a wheel", where=path, found=error) from error
+    with archive:
+        plan, series = _plan_for(project, tree, series_file, str(version))
+        deviations = []
+        if path.name != plan.filename:
+            deviations.append(
+                ToolError("file name", where=path, expected=plan.filename, found=path.name)
+            )
+        names = archive.namelist()
+        for member in plan.members:
+            try:
+                data = archive.read(member.name) if member.name in names else None
+            except zipfile.BadZipFile as error:
+                deviations.append(ToolError("unreadable", where=member.name, found=error))
+                continue
+            if problem := _difference(member, data):
+                deviations.append(problem)
+        wanted = {member.name for member in plan.members}
+        deviations += _extra(set(names) - wanted)
+        deviations += [
+            ToolError("stands more than once", where=name, expected="once")
+            for name in sorted({name for name in names if names.count(name) > 1})
+        ]
+    return _conclude(path.name, plan, series, deviations)
+
+
+def find_site(place: Path) -> Path:
+    """The directory that packages lie in, of a Python, a virtual environment or itself."""
+    python = place
+    if place.is_dir():
+        python = place / "bin" / "python"
+        if not python.exists():
+            return place
+    if not python.exists():
+        raise ToolError("there is no such Python and no such directory", where=place)
+    # -I: the place must not depend on the caller's PYTHONPATH.
+    command = [str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ToolError(
+            "this Python does not say where its packages are",
+            where=place,
+            details=done.stderr.splitlines(),
+        )
+    return Path(done.stdout.strip())
+
+
+def verify_installed(project: Project, place: Path, tree: Path, series_file: Path) -> Verified:
+    """Compare every installed file with what the wheel must hold."""
+    site = find_site(place)
+    found = sorted(site.glob(f"{PACKAGE}-*.dist-info"))
+    if len(found) != 1:
+        raise ToolError(
+            f"{PACKAGE} is not installed here" if not found else f"{PACKAGE} is installed twice",
+            where=site,
+            expected=f"one {PACKAGE}-*.dist-info",
+            found=", ".join(path.name for path in found) or "none",
+            next_step="make install",
+        )
+    version = found[0].name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info")
+    plan, series = _plan_for(project, tree, series_file, version)
+    record = f"{plan.dist_info}/RECORD"
+    deviations = []
+    for member in plan.members:
+        path = site / member.name
+        if member.name == record:
+            deviations += _record_deviations(path, plan)
+        elif problem := _difference(member, path.read_bytes() if path.is_file() else None):
+            deviations.append(problem)
+    wanted = {member.name for member in plan.members}
+    there = {
+        path.relative_to(site).as_posix()
+        for top in (PACKAGE, plan.dist_info)
+        for path in (site / top).rglob("*")
+        if path.is_file() or path.is_symlink()
+    }
+    ignored = {f"{plan.dist_info}/{name}" for name in _INSTALLERS_OWN}
+    deviations += _extra(
+        name for name in there - wanted - ignored if "__pycache__" not in PurePosixPath(name).parts
+    )
+    return _conclude(f"{PACKAGE} {version} in {site}", plan, series, deviations)
+
+
+def _record_deviations(path: Path, plan: Plan) -> list[ToolError]:
+    """RECORD must hold the wheel's own lines; installers add some of their own."""
+    if not path.is_file():
+        return [ToolError("missing", where=path.name)]
+    rows = {row[0]: row[1] for row in csv.reader(io.StringIO(path.read_text())) if len(row) == 3}
+    return [
+        ToolError(
+            "RECORD", where=member.name, expected=member.record()[1], found=rows.get(member.name)
+        )
+        for member in plan.members[:-1]
+        if rows.get(member.name) != member.record()[1]
+    ]

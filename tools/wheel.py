@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patched wheel: the pinned base wheel with the series laid over it.
+
+``plan_wheel`` says what every member must be; building writes the plan down and verifying compares
+with it. The bytes of the result depend on pin, series and release number alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import csv
+import hashlib
+import io
+import os
+import struct
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from packaging.utils import parse_wheel_filename
+from packaging.version import Version
+
+from tools.download import Advance, fetch, need_space
+from tools.errors import ToolError
+from tools.git import Git
+from tools.metadata import name_metadata, name_version_module, name_wheel
+from tools.pin import BaseWheel, Pin, Project
+from tools.sbom import make_sbom
+from tools.series import Series, fingerprint, read_series
+from tools.source import BASE_REF
+from tools.tree import Record, open_tree, read_record, refuse_dirt, refuse_unfinished
+
+PACKAGE = "vllm"
+VERSION_MODULE = f"{PACKAGE}/_version.py"
+
+# An overlay changes none of what these make: kernels, and the wheel's own metadata.
+BUILD_INPUTS = (
+    "CMakeLists.txt",
+    "MANIFEST.in",
+    "cmake/",
+    "csrc/",
+    "pyproject.toml",
+    "requirements/common.txt",
+    "requirements/cpu.txt",
+    "requirements/cuda.txt",
+    "setup.py",
+)
+
+_DATE = (1980, 1, 1, 0, 0, 0)  # the zip format's first
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of the wheel: new bytes, or the member ``info`` of the base wheel."""
+
+    name: str
+    sha256: bytes
+    size: int
+    data: bytes | None = None
+    info: zipfile.ZipInfo | None = None
+    why: str = "base"  # whose file it must equal
+
+    def record(self) -> tuple[str, str, str]:
+        digest = base64.urlsafe_b64encode(self.sha256).rstrip(b"=").decode()
+        return self.name, f"sha256={digest}", str(self.size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every member in order; RECORD comes last."""
+
+    version: str
+    filename: str
+    members: tuple[Member, ...]
+
+    @property
+    def dist_info(self) -> str:
+        return f"{PACKAGE}-{self.version}.dist-info"
+
+
+def wheel_version(pin: Pin, base: BaseWheel, release: int) -> str:
+    """The version of the patched wheel: upstream's with a local part of ours."""
+    local = ".".join(["re", str(release), *([base.local_suffix] if base.local_suffix else [])])
+    return str(Version(f"{pin.version}+{local}"))
+
+
+def read_wheel_version(pin: Pin, version: str) -> tuple[BaseWheel, int]:
+    """Base wheel and release number that a version of ours names."""
+    local = Version(version).local or ""
+    for base in pin.wheels.values():
+        parts = local.split(".")
+        number = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
+        if version == wheel_version(pin, base, number):
+            return base, number
+    raise ToolError(
+        "this version is not one of this project's on this pin",
+        expected=" or ".join(wheel_version(pin, base, 1) for base in pin.wheels.values()),
+        found=version,
+    )
+
+
+def tree_series(git: Git, project: Project, series_file: Path) -> Series:
+    """The series that the tree's HEAD is the result of: empty on the base, else patches/."""
+    refuse_unfinished(git)
+    refuse_dirt(git)
+    tree = git.tree_id("HEAD")
+    if tree == git.tree_id(BASE_REF):
+        return Series()
+    series = read_series(series_file)
+    found = read_record(git)
+    if found != Record(fingerprint(series, project.pin), tree):
+        raise ToolError(
+            "the build tree is not the applied series",
+            where=git.path,
+            expected=f"the result of {series_file}",
+            found=git.oneline("HEAD"),
+            next_step="python -m tools series apply, or series export to keep your commits",
+        )
+    return series
+
+
+def choose_base(pin: Pin, variant: str) -> BaseWheel:
+    if variant not in pin.wheels:
+        raise ToolError(
+            "the pin has no such base wheel",
+            found=variant,
+            expected=" or ".join(pin.wheels),
+            next_step="name one of these: --variant",
+        )
+    return pin.wheels[variant]
+
+
+def refuse_build_inputs(git: Git) -> None:
+    """Refuse a series that changes what only a real build can turn into a wheel."""
+    touched = [
+        change.path
+        for change in git.changes(BASE_REF, "HEAD")
+        if change.path.startswith(BUILD_INPUTS)
+    ]
+    if touched:
+        raise ToolError(
+            "the series changes compiled sources or build inputs, which an overlay on a finished "
+            "wheel cannot carry",
+            where=git.path,
+            found=", ".join(touched),
+            next_step="build from source instead: pip wheel --no-build-isolation build/vllm",
+        )
+
+
+def plan_wheel(
+    wheel: zipfile.ZipFile, base: BaseWheel, git: Git, pin: Pin, series: Series, release: int
+) -> Plan:
+    """What every member of the patched wheel must be."""
+    refuse_build_inputs(git)
+    version = wheel_version(pin, base, release)
+    filename = f"{PACKAGE}-{version}-{base.tag}.whl"
+    parse_wheel_filename(filename)
+    infos = [info for info in wheel.infolist() if not info.is_dir()]
+    old_dist_info = _dist_info(infos, base)
+    new_dist_info = f"{PACKAGE}-{version}.dist-info"
+    tree = git.files("HEAD", PACKAGE)
+    changes = {change.path: change for change in git.changes(BASE_REF, "HEAD")}
+    patched = git.contents(change.after for change in changes.values() if change.path in tree)
+    package, metadata = [], []
+    for info in infos:
+        name = info.filename
+        if name.startswith(f"{old_dist_info}/"):
+            member = _metadata_member(wheel, info, old_dist_info, new_dist_info, version, base)
+            metadata += [member] if member else []
+        elif name == VERSION_MODULE:
+            text = name_version_module(wheel.read(info).decode(), version)
+            package.append(_new(name, text.encode(), "the generated version module", info))
+        elif name in changes:
+            if name in tree:  # else a patch deleted it
+                package.append(_new(name, patched[tree[name].blob], "patched tree", info))
+        else:
+            member = _kept(wheel, info, name)
+            if name.endswith(".py") and name in tree:
+                # The base wheel's own edits of the release do not come along.
+                if _blob_id(wheel.read(info)) == tree[name].blob:
+                    member = replace(member, why="patched tree")
+                else:
+                    data = git.contents([tree[name].blob])[tree[name].blob]
+                    member = _new(name, data, "patched tree", info)
+            package.append(member)
+    there = {info.filename for info in infos}
+    for name in sorted(changes.keys() & tree.keys() - there):
+        package.append(_new(name, patched[tree[name].blob], "patched tree"))
+    metadata.append(
+        _new(
+            f"{new_dist_info}/sboms/vllm-routed-experts.cdx.json",
+            make_sbom(pin, base, series, version),
+            "the bill of materials",
+        )
+    )
+    members = [*package, *metadata]
+    record = io.StringIO()
+    writer = csv.writer(record, lineterminator="\n")
+    writer.writerows(member.record() for member in members)
+    writer.writerow((f"{new_dist_info}/RECORD", "", ""))
+    members.append(_new(f"{new_dist_info}/RECORD", record.getvalue().encode(), "its own members"))
+    return Plan(version, filename, tuple(members))
+
+
+def _dist_info(infos: Iterable[zipfile.ZipInfo], base: BaseWheel) -> str:
+    tops = {info.filename.split("/")[0] for info in infos}
+    found = [top for top in tops if top.endswith(".dist-info")]
+    if len(found) != 1 or any(top.endswith(".data") for top in tops):
+        raise ToolError(
+            "the base wheel is not laid out as expected",
+            where=base.file.filename,
+            expected="one .dist-info directory and no .data",
+            found=", ".join(sorted(tops)),
+        )
+    return found[0]
+
+
+def _blob_id(data: bytes) -> str:
+    """What git calls these bytes: spares reading thousands of equal files from it."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _new(name: str, data: bytes, why: str, info: zipfile.ZipInfo | None = None) -> Member:
+    return Member(name, hashlib.sha256(data).digest(), len(data), data, info, why)
+
+
+def _kept(wheel: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Member:
+    with wheel.open(info) as file:
+        digest = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
+    return Member(name, digest, info.file_size, None, info, "base wheel")
+
+
+def _metadata_member(
+    wheel: zipfile.ZipFile,
+    info: zipfile.ZipInfo,
+    old: str,
+    new: str,
+    version: str,
+    base: BaseWheel,
+) -> Member | None:
+    inner = info.filename.removeprefix(f"{old}/")
+    name = f"{new}/{inner}"
+    if inner == "METADATA":
+        text = name_metadata(wheel.read(info).decode(), PACKAGE, version)
+        return _new(name, text.encode(), "the renamed metadata", info)
+    if inner == "WHEEL":
+        text = name_wheel(wheel.read(info).decode(), base.tag)
+        return _new(name, text.encode(), "the retagged metadata", info)
+    if inner.startswith("RECORD"):  # also its signatures, which would no longer be true
+        return None
+    return _kept(wheel, info, name)
+
+
+def write_wheel(plan: Plan, wheel: zipfile.ZipFile, out: io.BufferedIOBase) -> None:
+    """Write the members of a plan as a zip archive."""
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=False) as new:
+        for member in plan.members:
+            if member.data is None:
+                assert member.info is not None
+                _copy_raw(wheel, member.info, new, member.name)
+                continue
+            info = zipfile.ZipInfo(member.name, _DATE)
+            info.create_system = 3
+            info.external_attr = (
+                member.info.external_attr if member.info is not None else 0o100644 << 16
+            )
+            # Stored, not deflated: a compressor's output depends on its version.
+            new.writestr(info, member.data, zipfile.ZIP_STORED)
+
+
+def _copy_raw(
+    wheel: zipfile.ZipFile, info: zipfile.ZipInfo, new: zipfile.ZipFile, name: str
+) -> None:
+    """Copy a member's compressed bytes as they are, under a new header."""
+    source, out = wheel.fp, new.fp
+    assert source is not None
+    assert out is not None
+    source.seek(info.header_offset)
+    header = source.read(30)
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
+    source.seek(info.header_offset + 30 + name_length + extra_length)
+    fresh = copy.copy(info)
+    fresh.filename = fresh.orig_filename = name
+    fresh.date_time = _DATE
+    fresh.extra = b""
+    fresh.comment = b""
+    fresh.create_system = 3
+    fresh.flag_bits &= ~0x08  # sizes stand in the header, not behind the data
+    fresh.header_offset = new.start_dir
+    out.seek(new.start_dir)
+    out.write(fresh.FileHeader(zip64=False))
+    left = info.compress_size
+    while left:
+        chunk = source.read(min(left, 1 << 20))
+        if not chunk:
+            raise ToolError("the base wheel ends in the middle of a member", where=info.filename)
+        out.write(chunk)
+        left -= len(chunk)
+    new.start_dir = out.tell()
+    new.filelist.append(fresh)
+    new.NameToInfo[name] = fresh
+
+
+@dataclass(frozen=True)
+class Built:
+    """A wheel on disk."""
+
+    path: Path
+    size: int
+    sha256: str
+    patches: int
+
+
+def build_wheel(
+    project: Project,
+    variant: str,
+    tree: Path,
+    series_file: Path,
+    out: Path,
+    *,
+    release: int | None = None,
+    advance: Advance = lambda count: None,
+) -> Built:
+    """Build the wheel of the applied series into ``out``, completely or not at all."""
+    base = choose_base(project.pin, variant)
+    git = open_tree(tree, project.pin)
+    series = tree_series(git, project, series_file)
+    # Release 0 is the name of a wheel without patches.
+    number = (release or project.release) if series else 0
+    refuse_build_inputs(git)
+    base_path = fetch(base.file, project.downloads, advance)
+    out.mkdir(parents=True, exist_ok=True)
+    need_space(out, base.file.size)
+    with zipfile.ZipFile(base_path) as wheel:
+        plan = plan_wheel(wheel, base, git, project.pin, series, number)
+        handle, partial_name = tempfile.mkstemp(prefix=f".{plan.filename}.", dir=out)
+        partial = Path(partial_name)
+        try:
+            with os.fdopen(handle, "w+b") as file:
+                write_wheel(plan, wheel, file)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell() if file.seek(0, os.SEEK_END) else 0
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            partial.chmod(0o644)
+            partial.replace(out / plan.filename)
+        finally:
+            partial.unlink(missing_ok=True)
+    return Built(out / plan.filename, size, digest, len(series))
