@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of the installed wheel on small random checkpoints, and their oracle.
+
+An engine takes half a minute to start, so every fixture that starts one lives as long as its
+module. Requests that must not meet each other's cached prefixes use prompts of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from examples.demo import oracle
+from examples.demo.checkpoint import make_checkpoint
+from examples.demo.server import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+CHUNK = 64
+BLOCK = 32
+
+# The engine's options; each test module adds what it is about.
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_batched_tokens": CHUNK,
+    "max_num_seqs": 8,
+    "block_size": BLOCK,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enable_prefix_caching": True,
+    "enable_return_routed_experts": True,
+    "seed": 0,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment() -> Iterator[None]:
+    """What every vLLM of the tests runs with; the engine core stays in this process, so
+    that a failure shows its traceback."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a checkpoint of a family, once for the same settings."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def make(family: str = "qwen3_moe", **overrides: Any) -> Path:
+        # vLLM globs in the folder: no brackets in its name.
+        name = re.sub(r"\W+", "-", f"{family} {sorted(overrides.items())}").strip("-")
+        return make_checkpoint(folder / name, family, **overrides)
+
+    return make
+
+
+@contextmanager
+def running(model: Path, **options: Any) -> Iterator[LLM]:
+    """An engine that is gone, with its workers, when the block ends."""
+    from vllm import LLM
+
+    llm = LLM(str(model), **{**OPTIONS, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Token ids without the special ones."""
+    return [int(t) for t in np.random.default_rng(seed).integers(4, 700, length)]
+
+
+def as_prompts(*prompts: list[int]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+
+def assert_true_rows(
+    model: Path, prompt: list[int], completion: CompletionOutput, start: int = 0
+) -> None:
+    """Every position of prompt and output but the last has the oracle's row."""
+    tokens = [*prompt, *completion.token_ids]
+    rows = completion.routed_experts
+    assert rows is not None
+    assert completion.routed_experts_start == start
+    assert len(rows) == len(tokens) - 1 - start
+    routes = oracle.route(model, tokens)
+    assert completion.moe_layers == routes.layers
+    comparison = oracle.compare(rows, routes, start)
+    assert comparison.agree == comparison.rows, comparison.disagreements[0]
+    # Where ties are common, agreeing says little. One may occur in any sequence.
+    assert comparison.ties <= 1 + comparison.decisions // 1000
+
+
+def assert_all_true(model: Path, outputs: list[RequestOutput]) -> None:
+    for output in outputs:
+        for completion in output.outputs:
+            assert_true_rows(model, list(output.prompt_token_ids or ()), completion)

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every feature that makes tokens come, go or repeat, with the prefix cache on and off: rows
+are the oracle's, row by row."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from examples.demo import oracle
+from tests.behaviour.conftest import (
+    BLOCK,
+    CHUNK,
+    as_prompts,
+    assert_all_true,
+    random_prompt,
+    running,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import RequestOutput
+
+
+@dataclass(frozen=True)
+class Engine:
+    llm: LLM
+    model: Path
+    caching: bool
+
+    def ask(self, *prompts: Any, **sampling: Any) -> list[RequestOutput]:
+        """Of token ids, or of vLLM's prompt dictionaries."""
+        given = [p if isinstance(p, dict) else as_prompts(p)[0] for p in prompts]
+        return self.llm.generate(given, params(**sampling), use_tqdm=False)
+
+    def assert_cached(self, output: RequestOutput, tokens: int) -> None:
+        assert output.num_cached_tokens == (tokens if self.caching else 0)
+
+
+def params(**sampling: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 6, **sampling})
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(mlp_only_layers=[1])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["caching", "no_caching"])
+def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
+    with running(model, enable_prefix_caching=request.param) as llm:
+        yield Engine(llm, model, request.param)
+
+
+def test_rows_of_a_prompt_in_chunks_are_true(engine: Engine) -> None:
+    assert_all_true(engine.model, engine.ask(random_prompt(1, 5 * CHUNK + 7)))
+
+
+def test_rows_are_true_where_chunks_and_single_tokens_share_steps(engine: Engine) -> None:
+    prompts = [random_prompt(10 + i, n) for i, n in enumerate((7, 200, 3, 150, 64, 65, 31, 9, 90))]
+    assert_all_true(engine.model, engine.ask(*prompts, max_tokens=20))
+
+
+@pytest.mark.parametrize("length", [20, BLOCK, 3 * CHUNK])
+def test_rows_of_a_group_are_true(engine: Engine, length: int) -> None:
+    """Its members hit each other's blocks in the pass that schedules them."""
+    (output,) = engine.ask(
+        random_prompt(20 + length, length), n=6, temperature=1.0, seed=1, max_tokens=BLOCK
+    )
+    assert len({tuple(c.token_ids) for c in output.outputs}) > 1
+    assert_all_true(engine.model, [output])
+
+
+def test_rows_of_several_groups_are_true(engine: Engine) -> None:
+    prompts = [random_prompt(30 + i, 70 + 11 * i) for i in range(4)]
+    assert_all_true(engine.model, engine.ask(*prompts, n=3, temperature=1.0, seed=2))
+
+
+def test_rows_of_every_turn_are_true(engine: Engine) -> None:
+    conversation = random_prompt(40, BLOCK + 9)
+    for turn in range(4):
+        (output,) = engine.ask(conversation, max_tokens=BLOCK + 3)
+        assert_all_true(engine.model, [output])
+        if turn:
+            assert bool(output.num_cached_tokens) == engine.caching
+        conversation += [*output.outputs[0].token_ids, *random_prompt(41 + turn, 6)]
+
+
+def test_rows_of_requests_that_differ_behind_a_shared_prefix_are_true(engine: Engine) -> None:
+    prefix = random_prompt(50, 2 * BLOCK)
+    prompts = [[*prefix, *random_prompt(51 + i, 5 + 20 * i)] for i in range(5)]
+    assert_all_true(engine.model, engine.ask(*prompts))
+
+
+def test_rows_of_another_salt_are_true_and_recomputed(engine: Engine) -> None:
+    prompt = random_prompt(60, 2 * BLOCK + 1)
+    salted = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
+    first, other, again = (engine.ask(p)[0] for p in salted)
+    assert other.num_cached_tokens == 0
+    engine.assert_cached(again, 2 * BLOCK)
+    assert_all_true(engine.model, [first, other, again])
+
+
+@pytest.mark.parametrize("kind", ["regex", "json", "choice"])
+def test_rows_of_structured_output_are_true(engine: Engine, kind: str) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted = {"regex": r"[0-9]{3}-[a-f]{4}", "json": schema, "choice": ["expert", "router"]}[kind]
+    constraint = StructuredOutputsParams(**{kind: wanted})
+    (output,) = engine.ask(
+        random_prompt(70, CHUNK + 20),
+        structured_outputs=constraint,
+        ignore_eos=False,
+        temperature=1.0,
+        seed=3,
+        max_tokens=100,
+    )
+    text = output.outputs[0].text
+    if kind == "json":
+        assert set(json.loads(text)) == {"a"}
+    elif kind == "regex":
+        assert text[3] == "-"
+    else:
+        assert text in ("expert", "router")
+    assert_all_true(engine.model, [output])
+
+
+def test_rows_beside_prompt_logprobs_are_true(engine: Engine) -> None:
+    prompt = random_prompt(80, 2 * CHUNK + 30)
+    outputs = [engine.ask(prompt, prompt_logprobs=2, logprobs=2)[0] for _ in range(2)]
+    assert len(outputs[1].prompt_logprobs) == len(prompt)
+    assert_all_true(engine.model, outputs)
+
+
+def test_rows_end_with_a_stop_string(engine: Engine) -> None:
+    prompt = random_prompt(90, BLOCK + 2)
+    text = engine.ask(prompt, max_tokens=20)[0].outputs[0].text
+    for include in (False, True):
+        (output,) = engine.ask(
+            prompt, max_tokens=20, stop=[text[6:9]], include_stop_str_in_output=include
+        )
+        assert output.outputs[0].stop_reason == text[6:9]
+        assert len(output.outputs[0].token_ids) < 20
+        assert_all_true(engine.model, [output])
+
+
+def test_rows_end_with_a_stop_token(engine: Engine) -> None:
+    prompt = random_prompt(91, BLOCK + 2)
+    tokens = engine.ask(prompt, max_tokens=20)[0].outputs[0].token_ids
+    (output,) = engine.ask(prompt, max_tokens=20, stop_token_ids=[tokens[9]])
+    assert output.outputs[0].stop_reason == tokens[9]
+    assert_all_true(engine.model, [output])
+
+
+def test_rows_end_with_the_end_of_text_unless_it_is_ignored(engine: Engine) -> None:
+    prompt = random_prompt(92, 40)
+    bias = {"logit_bias": {0: 100.0}}
+    (ended,) = engine.ask(prompt, ignore_eos=False, **bias)
+    assert list(ended.outputs[0].token_ids) == [0]
+    (ignored,) = engine.ask(prompt, ignore_eos=True, **bias)
+    assert list(ignored.outputs[0].token_ids) == [0] * 6
+    assert_all_true(engine.model, [ended, ignored])
+
+
+@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, CHUNK])
+def test_rows_of_a_single_token_are_those_of_the_prompt(engine: Engine, length: int) -> None:
+    outputs = [engine.ask(random_prompt(100 + length, length), max_tokens=1)[0] for _ in range(2)]
+    for output in outputs:
+        assert len(output.outputs[0].routed_experts) == length
+    assert_all_true(engine.model, outputs)
+
+
+def test_rows_behind_what_another_request_cached_are_true(engine: Engine) -> None:
+    prompt = random_prompt(110, 3 * BLOCK)
+    engine.ask([*prompt, *random_prompt(111, 50)], max_tokens=1)
+    (output,) = engine.ask([*prompt, *random_prompt(112, 5)])
+    engine.assert_cached(output, 3 * BLOCK)
+    assert_all_true(engine.model, [output])
+
+
+def test_rows_behind_what_a_silent_request_cached_are_true(engine: Engine) -> None:
+    """They are not there: the prefix is computed again, once."""
+    prompt = random_prompt(115, 3 * BLOCK + 2)
+    (silent,) = engine.ask(prompt, extra_args={"return_routed_experts": False})
+    assert silent.outputs[0].routed_experts is None
+    (first,), (second,) = engine.ask(prompt), engine.ask(prompt)
+    assert first.num_cached_tokens == 0
+    engine.assert_cached(second, 3 * BLOCK)
+    assert_all_true(engine.model, [first, second])
+
+
+def test_rows_after_a_reset_of_the_cache_are_true(engine: Engine) -> None:
+    prompt = random_prompt(120, 3 * BLOCK)
+    before = engine.ask(prompt)[0]
+    assert engine.llm.reset_prefix_cache()
+    after = engine.ask(prompt)[0]
+    assert after.num_cached_tokens == 0
+    assert_all_true(engine.model, [before, after])
+
+
+def collect(engine: Engine, prompts: dict[str, list[int]], steps: int, **sampling: Any) -> Any:
+    """Tokens and rows, piece by piece, of requests that run for some steps."""
+    from vllm.sampling_params import RequestOutputKind
+
+    kept: dict[str, tuple[list[int], list[np.ndarray]]] = {r: ([], []) for r in prompts}
+    for request_id, prompt in prompts.items():
+        given = params(output_kind=RequestOutputKind.DELTA, **sampling)
+        engine.llm.llm_engine.add_request(request_id, as_prompts(prompt)[0], given)
+    for _ in range(steps):
+        keep(engine, kept)
+    return kept
+
+
+def keep(engine: Engine, kept: dict[str, tuple[list[int], list[np.ndarray]]]) -> None:
+    for output in engine.llm.llm_engine.step():
+        tokens, rows = kept[output.request_id]
+        (completion,) = output.outputs
+        tokens += completion.token_ids
+        if completion.routed_experts is not None:
+            assert completion.routed_experts_start == sum(map(len, rows))
+            rows.append(completion.routed_experts)
+
+
+def assert_pieces_true(model: Path, prompt: list[int], tokens: list[int], rows: Any) -> None:
+    whole = np.concatenate(rows)
+    assert len(whole) == len(prompt) + len(tokens) - 1
+    comparison = oracle.compare(whole, oracle.route(model, [*prompt, *tokens]))
+    assert comparison.agree == comparison.rows, comparison.disagreements[0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 9])
+def test_rows_are_true_around_a_request_that_is_aborted(engine: Engine, steps: int) -> None:
+    """After one step its prompt is half computed; after two it has its first token."""
+    prompts = {
+        f"{name}-{steps}": random_prompt(130 + steps * 10 + i, n)
+        for i, (name, n) in enumerate({"gone": CHUNK + 30, "stays": 80, "late": 40}.items())
+    }
+    gone, *others = prompts
+    kept = collect(engine, prompts, steps, max_tokens=30)
+    tokens, rows = kept.pop(gone)
+    engine.llm.llm_engine.abort_request([gone])
+    while engine.llm.llm_engine.has_unfinished_requests():
+        keep(engine, kept)
+    assert bool(tokens) == bool(rows) == (steps > 1)
+    if tokens:
+        assert len(tokens) < 30
+        assert_pieces_true(engine.model, prompts[gone], tokens, rows)
+    for name in others:
+        assert len(kept[name][0]) == 30
+        assert_pieces_true(engine.model, prompts[name], *kept[name])
+    # What the aborted request cached carries its rows on.
+    assert_all_true(engine.model, engine.ask(prompts[gone]))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_rows_are_true_around_a_reset_amid_requests(engine: Engine, steps: int) -> None:
+    """They start again from their first token; rows handed out are not sent again."""
+    prompts = {
+        f"{name}-{steps}": random_prompt(180 + steps * 3 + i, n)
+        for i, (name, n) in enumerate({"long": CHUNK + 30, "short": 20}.items())
+    }
+    kept = collect(engine, prompts, steps, max_tokens=20)
+    assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+    while engine.llm.llm_engine.has_unfinished_requests():
+        keep(engine, kept)
+    for name, prompt in prompts.items():
+        assert len(kept[name][0]) == 20
+        assert_pieces_true(engine.model, prompt, *kept[name])
+
+
+def test_nothing_is_left_of_requests_that_are_gone(engine: Engine) -> None:
+    collect(engine, {"left": random_prompt(200, 3 * CHUNK)}, 1)
+    engine.llm.llm_engine.abort_request(["left"])
+    engine.ask(random_prompt(201, 10))
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    assert len(scheduler.routed_experts_manager) == 0
+
+
+def test_two_engines_of_one_process_have_rows_of_their_own(
+    engine: Engine, checkpoint: Callable[..., Path]
+) -> None:
+    other_model = checkpoint("mixtral", seed=5)
+    prompts = [random_prompt(210 + i, n) for i, n in enumerate((90, 20))]
+    with running(other_model, enable_prefix_caching=engine.caching) as llm:
+        other = Engine(llm, other_model, engine.caching)
+        for _ in range(2):
+            assert_all_true(engine.model, engine.ask(*prompts))
+            assert_all_true(other.model, other.ask(*prompts))
+    assert_all_true(engine.model, engine.ask(*prompts))
+
+
+def test_rows_after_a_reload_of_weights_are_of_the_new_ones(
+    engine: Engine, checkpoint: Callable[..., Path]
+) -> None:
+    updated = checkpoint(mlp_only_layers=[1], seed=6)
+    prompt = random_prompt(220, 3 * BLOCK + 1)
+    assert_all_true(engine.model, engine.ask(prompt))
+    try:
+        reload(engine, updated)
+        for _ in range(2):  # the second from the cache, if there is one
+            (output,) = engine.ask(prompt)
+            assert_all_true(updated, [output])
+        engine.assert_cached(output, 3 * BLOCK)
+    finally:
+        reload(engine, engine.model)
+
+
+def test_rows_of_a_prompt_half_computed_before_a_reload_are_of_the_new_weights(
+    engine: Engine, checkpoint: Callable[..., Path]
+) -> None:
+    updated = checkpoint(mlp_only_layers=[1], seed=6)
+    prompt = random_prompt(225, 2 * CHUNK + 9)
+    try:
+        kept = collect(engine, {"half": prompt}, 1, max_tokens=9)
+        reload(engine, updated)
+        while engine.llm.llm_engine.has_unfinished_requests():
+            keep(engine, kept)
+        assert_pieces_true(updated, prompt, *kept["half"])
+    finally:
+        reload(engine, engine.model)
+
+
+def reload(engine: Engine, weights: Path) -> None:
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(weights)})
+    assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+
+
+def test_rows_of_adapters_are_those_of_merged_weights(model: Path, tmp_path: Path) -> None:
+    """Only attention has adapters: the CPU's MoE kernel takes none."""
+    from vllm.lora.request import LoRARequest
+
+    names = ["q_proj", "v_proj", "o_proj"]
+    merged: list[tuple[Path, LoRARequest | None]] = [(model, None)]
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        weights = make_adapter(model, folder, names, seed)
+        merged.append((weights, LoRARequest(folder.name, seed, str(folder / "adapter"))))
+    prompt = as_prompts(random_prompt(230, 3 * BLOCK + 4))
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with running(model, lora_target_modules=names, **options) as llm:
+        for turn in range(2):
+            for weights, adapter in merged:
+                (output,) = llm.generate(prompt, params(), use_tqdm=False, lora_request=adapter)
+                assert output.num_cached_tokens == turn * 3 * BLOCK
+                assert_all_true(weights, [output])
+        # Beside adapters, vLLM's CPU kernels apply one to requests that have none as well.
+        adapted = merged[1:]
+        outputs = llm.generate(
+            prompt * 2, params(), use_tqdm=False, lora_request=[request for _, request in adapted]
+        )
+    for (weights, _), output in zip(adapted, outputs, strict=True):
+        assert_all_true(weights, [output])
+
+
+def make_adapter(model: Path, folder: Path, names: list[str], seed: int) -> Path:
+    """A random LoRA adapter, and the checkpoint that it makes of the model."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    adapter, merged = folder / "adapter", folder / "merged"
+    shutil.copytree(model, merged)
+    adapter.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    weights, factors = load_file(model / "model.safetensors"), {}
+    for key, weight in weights.items():
+        if key.split(".")[-2] not in names:
+            continue
+        a = 0.3 * torch.randn(8, weight.shape[1], generator=generator)
+        b = 0.3 * torch.randn(weight.shape[0], 8, generator=generator)
+        stem = f"base_model.model.{key.removesuffix('.weight')}"
+        factors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+        weights[key] = weight + b @ a
+    assert factors
+    save_file(factors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": names, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    return merged

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every request decides whether it gets rows, and its neighbours do not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.behaviour.conftest import as_prompts, assert_true_rows, random_prompt, running
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+PROMPTS = [random_prompt(700 + i, n) for i, n in enumerate((5, 90, 33, 150, 64, 2))]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    """An engine that is opt-in only. Without prefix cache, its schedule does not depend on
+    who asks, so that tokens and logprobs must be equal bit for bit."""
+    with running(model, routed_experts_opt_in=True, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+def generate(llm: LLM, *extra_args: dict[str, Any] | None) -> list[RequestOutput]:
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8, logprobs=3, extra_args=args)
+        for args in extra_args
+    ]
+    return llm.generate(as_prompts(*PROMPTS[: len(params)]), params, use_tqdm=False)
+
+
+def test_those_that_ask_get_rows_and_the_silent_none(llm: LLM, model: Path) -> None:
+    asks = [True, False, True, None, True, None]
+    outputs = generate(llm, *[{"return_routed_experts": ask} for ask in asks])
+    for prompt, output, ask in zip(PROMPTS, outputs, asks, strict=True):
+        if ask:
+            assert_true_rows(model, prompt, output.outputs[0])
+        else:
+            assert output.outputs[0].routed_experts is None
+
+
+def test_tokens_and_logprobs_are_the_same_whoever_asks(llm: LLM, model: Path) -> None:
+    ask = {"return_routed_experts": True}
+    batches = [
+        generate(llm, *[ask] * 6),
+        generate(llm, *[None] * 6),
+        generate(llm, *[ask, None] * 3),
+    ]
+    with running(model, enable_return_routed_experts=False, enable_prefix_caching=False) as off:
+        expected = generate(off, *[None] * 6)
+    for outputs in batches:
+        for got, want in zip(outputs, expected, strict=True):
+            assert got.outputs[0].token_ids == want.outputs[0].token_ids
+            assert got.outputs[0].logprobs == want.outputs[0].logprobs
+
+
+@pytest.mark.parametrize("start", [0, 1, 89, 90])
+def test_rows_begin_where_asked(llm: LLM, model: Path, start: int) -> None:
+    ask = {"return_routed_experts": 1, "routed_experts_prompt_start": start}
+    output = generate(llm, None, ask)[1]
+    assert_true_rows(model, PROMPTS[1], output.outputs[0], start)
+
+
+def test_request_without_tokens_left_to_show_gets_an_empty_array(llm: LLM) -> None:
+    from vllm import SamplingParams
+
+    ask = {"return_routed_experts": True, "routed_experts_prompt_start": 5}
+    params = SamplingParams(max_tokens=1, extra_args=ask)
+    (output,) = llm.generate(as_prompts(PROMPTS[0]), params, use_tqdm=False)
+    assert output.outputs[0].routed_experts.shape == (0, 4, 4)
+    assert output.outputs[0].routed_experts_start == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("return_routed_experts", 2), ("routed_experts_prompt_start", 6)],
+)
+def test_bad_argument_is_refused_and_the_engine_goes_on(
+    llm: LLM, model: Path, name: str, value: int
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        generate(llm, {name: value})
+    (output,) = generate(llm, {"return_routed_experts": "true"})
+    assert_true_rows(model, PROMPTS[0], output.outputs[0])
+
+
+def test_beam_search_goes_without_rows(model: Path) -> None:
+    from vllm.sampling_params import BeamSearchParams
+
+    with running(model) as engine:
+        manager = engine.llm_engine.engine_core.engine_core.scheduler.routed_experts_manager
+        params = BeamSearchParams(beam_width=2, max_tokens=3)
+        (output,) = engine.beam_search(as_prompts(PROMPTS[0]), params)
+        assert len(output.sequences) == 2
+        assert len(manager) == 0
+        assert len(manager.store) == 0

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every router class of vLLM, with the capturer bound to it, without an engine.
+
+The CPU engine's MoE kernel chooses experts itself and never calls these. What each is here:
+
+| router | its ids come from | here |
+|---|---|---|
+| FusedTopKRouter, FusedTopKBiasRouter | CUDA kernels that fill the tensor they are given |
+  stand-ins that do the same; the kernels in tests/gpu |
+| FusedTopKBiasRouter on ROCm, softmax | torch | real |
+| GroupedTopKRouter | torch; the routers above where experts cannot be grouped | real |
+| CustomRoutingRouter (Llama-4, whose CPU kernel is missing: it asserts
+  `not apply_router_weight_on_input`) | torch | real |
+| ZeroExpertRouter, RoutingSimulatorRouter | refused | real |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.behaviour.recorder import Choice
+
+if TYPE_CHECKING:
+    import torch
+
+TOKENS, EXPERTS, HIDDEN, TOP_K, LAYERS = 50, 16, 8, 4, 3
+LAYER = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A router of vLLM's factory, and what it should choose."""
+
+    router: str
+    choice: Choice
+    biased: bool = False
+    experts: int = EXPERTS
+    rocm: bool = False
+
+
+SOFTMAX, SIGMOID = Choice(TOP_K), Choice(TOP_K, scoring="sigmoid")
+CASES = {
+    "softmax": Case("FusedTopKRouter", SOFTMAX),
+    "sigmoid": Case("FusedTopKRouter", SIGMOID),
+    "top_1": Case("FusedTopKRouter", Choice(1)),
+    "300_experts": Case("FusedTopKRouter", SOFTMAX, experts=300),
+    "softmax_bias": Case("FusedTopKBiasRouter", SOFTMAX, biased=True),
+    "sigmoid_bias": Case("FusedTopKBiasRouter", SIGMOID, biased=True),
+    "sqrtsoftplus_bias": Case(
+        "FusedTopKBiasRouter", Choice(TOP_K, scoring="sqrtsoftplus"), biased=True
+    ),
+    "softmax_bias_on_rocm": Case("FusedTopKBiasRouter", SOFTMAX, biased=True, rocm=True),
+    "grouped_softmax": Case("GroupedTopKRouter", Choice(TOP_K, 4, 2)),
+    "grouped_sigmoid_bias": Case("GroupedTopKRouter", Choice(TOP_K, 4, 2, "sigmoid"), biased=True),
+    "grouped_softmax_bias": Case("GroupedTopKRouter", Choice(TOP_K, 4, 2, "softmax"), biased=True),
+}
+
+
+@pytest.fixture
+def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Binds a capturer to layers of these routers, by layer number."""
+    import torch
+    import vllm.model_executor.layers.fused_moe.layer as layers
+    import vllm.model_executor.layers.fused_moe.routed_experts_capturer as capturers
+
+    class Layer(torch.nn.Module):
+        def __init__(self, layer_id: int, router: Any) -> None:
+            super().__init__()
+            self.layer_id = layer_id
+            self.layer_name = f"model.layers.{layer_id}.mlp.experts"
+            self.router = router
+            self.top_k = router.top_k
+            self.logical_num_experts = router.global_num_experts
+            self.quant_method = SimpleNamespace(supports_routed_experts_capture=True)
+
+    monkeypatch.setattr(layers, "FusedMoE", Layer)
+    context = SimpleNamespace(dp_metadata=None)
+    monkeypatch.setattr(capturers, "get_forward_context", lambda: context)
+
+    def bind(routers: dict[int, Any]) -> Any:
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
+        )
+        modules = torch.nn.ModuleList([Layer(i, router) for i, router in routers.items()])
+        return capturers.RoutedExpertsCapturer.bind(modules, config, torch.device("cpu"))
+
+    return bind
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the CUDA kernels. As these, they fill the memory that they are given and
+    take it for contiguous."""
+    import torch
+    import torch.nn.functional as F
+    import vllm._custom_ops as ops
+
+    scorings = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
+
+    def fill(weights: Any, ids: Any, scores: Any, chosen: Any) -> None:
+        ids.as_strided(ids.shape, (ids.shape[1], 1)).copy_(chosen)
+        weights.copy_(scores.gather(1, chosen))
+
+    def by(scoring: str) -> Callable[..., None]:
+        def kernel(weights, ids, indices, logits, renormalize, bias=None) -> None:
+            scores = scorings[scoring](logits)
+            biased = scores if bias is None else scores + bias
+            fill(weights, ids, scores, biased.topk(ids.shape[1]).indices)
+
+        return kernel
+
+    def hashing(weights, ids, indices, logits, renorm, scale, bias, tokens, table) -> None:
+        scores = F.softplus(logits).sqrt()
+        if table is None:
+            fill(weights, ids, scores, (scores + bias).topk(ids.shape[1]).indices)
+        else:
+            fill(weights, ids, scores, table[tokens])
+
+    monkeypatch.setattr(ops, "topk_softmax", by("softmax"))
+    monkeypatch.setattr(ops, "topk_sigmoid", by("sigmoid"))
+    monkeypatch.setattr(ops, "topk_hash_softplus_sqrt", hashing)
+
+
+def make_router(case: Case, bias: torch.Tensor | None, **options: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.router.router_factory import (
+        create_fused_moe_router,
+    )
+
+    if case.choice.groups > 1:
+        options |= {
+            "use_grouped_topk": True,
+            "num_expert_group": case.choice.groups,
+            "topk_group": case.choice.top_groups,
+        }
+    return create_fused_moe_router(
+        top_k=case.choice.top_k,
+        global_num_experts=case.experts,
+        scoring_func=case.choice.scoring,
+        e_score_correction_bias=bias,
+        **options,
+    )
+
+
+def random_logits(experts: int = EXPERTS, tokens: int = TOKENS, seed: int = 0) -> torch.Tensor:
+    import torch
+
+    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def select(router: Any, logits: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What the MoE kernel behind the router gets."""
+    import torch
+
+    hidden = torch.zeros(len(logits), HIDDEN)
+    _, ids = router.select_experts(hidden_states=hidden, router_logits=logits, **options)
+    return ids
+
+
+def assert_chosen(rows: torch.Tensor, case: Case, logits: Any, bias: Any) -> None:
+    """The bound layer has the experts of the published formula, the others none."""
+    biases = {} if bias is None else {LAYER: bias.numpy()}
+    want = case.choice.routes({LAYER: logits.numpy()}, LAYERS, biases).ids[0]
+    got = rows.numpy()
+    assert not got[:, [i for i in range(LAYERS) if i != LAYER]].any()
+    np.testing.assert_array_equal(np.sort(got[:, LAYER], axis=-1), want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_what_the_published_formula_chooses(
+    name: str, bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    case = CASES[name]
+    monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: case.rocm)
+    bias = torch.linspace(-0.4, 0.4, case.experts).flip(0) if case.biased else None
+    router = make_router(case, bias)
+    assert type(router).__name__ == case.router
+    capturer = bind({LAYER: router})
+    logits = random_logits(case.experts)
+    ids = select(router, logits)
+    rows = capturer.snapshot(TOKENS)
+    assert torch.equal(rows[:, LAYER].long(), ids.long())
+    assert_chosen(rows, case, logits, bias)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_are_true_where_experts_cannot_be_grouped(
+    biased: bool, bind: Callable[[Any], Any]
+) -> None:
+    import torch
+
+    ungrouped = Case("", SOFTMAX, experts=14)
+    bias = torch.linspace(0.4, -0.4, 14) if biased else None
+    router = make_router(Case("", Choice(TOP_K, 4, 2), experts=14), bias)
+    assert type(router).__name__ == "GroupedTopKRouter"
+    capturer = bind({LAYER: router})
+    logits = random_logits(14)
+    select(router, logits)
+    assert_chosen(capturer.snapshot(TOKENS), ungrouped, logits, bias)
+
+
+def test_rows_of_hashed_tokens_are_those_of_the_table(bind: Callable[[Any], Any]) -> None:
+    """DeepSeek-V4: some layers choose by the token alone."""
+    import torch
+
+    table = random_logits(tokens=100).topk(TOP_K).indices.int()
+    case = Case("", Choice(TOP_K, scoring="sqrtsoftplus"))
+    router = make_router(case, None, hash_indices_table=table)
+    capturer = bind({LAYER: router})
+    tokens = torch.randint(100, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    select(router, random_logits(), input_ids=tokens)
+    assert torch.equal(capturer.snapshot(TOKENS)[:, LAYER].int(), table[tokens])
+
+
+def test_rows_of_llama_4_are_those_of_transformers(bind: Callable[[Any], Any]) -> None:
+    import torch
+    from transformers.models.llama4.modeling_llama4 import Llama4Router
+    from vllm.model_executor.models.llama4 import Llama4MoE
+
+    config = SimpleNamespace(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=1)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(2)
+        scores, logits = Llama4Router(config)(torch.randn(TOKENS, HIDDEN))
+    router = make_router(
+        Case("", Choice(1)), None, custom_routing_function=Llama4MoE.custom_routing_function
+    )
+    assert type(router).__name__ == "CustomRoutingRouter"
+    capturer = bind({LAYER: router})
+    select(router, logits)
+    # Its router scores all experts but the chosen one zero.
+    assert torch.equal(capturer.snapshot(TOKENS)[:, LAYER, 0].long(), scores.argmax(-1))
+
+
+def test_rows_are_logical_ids_before_replicas_are_chosen(
+    bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import vllm.model_executor.layers.fused_moe.router.base_router as base
+    from vllm.distributed.eplb.eplb_state import EplbLayerState
+
+    def to_replicas(topk_ids: Any, **_: Any) -> Any:
+        return topk_ids + EXPERTS
+
+    monkeypatch.setattr(base, "eplb_map_to_physical_and_record", to_replicas)
+    state = EplbLayerState(**{name: torch.zeros(1) for name in EplbLayerState.__dataclass_fields__})
+    case = CASES["softmax"]
+    router = make_router(case, None, enable_eplb=True, eplb_state=state)
+    capturer = bind({LAYER: router})
+    logits = random_logits()
+    assert (select(router, logits) >= EXPERTS).all()
+    assert_chosen(capturer.snapshot(TOKENS), case, logits, None)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid_bias", "grouped_softmax"])
+def test_rows_are_true_where_the_kernel_wants_64_bit_ids(
+    name: str, bind: Callable[[Any], Any]
+) -> None:
+    import torch
+
+    case = CASES[name]
+    bias = torch.linspace(0.4, -0.4, EXPERTS) if case.biased else None
+    router = make_router(case, bias, indices_type_getter=lambda: torch.int64)
+    capturer = bind({LAYER: router})
+    logits = random_logits()
+    assert select(router, logits).dtype == torch.int64
+    assert_chosen(capturer.snapshot(TOKENS), case, logits, bias)
+
+
+def test_rows_of_a_smaller_batch_are_its_own(bind: Callable[[Any], Any]) -> None:
+    case = CASES["softmax"]
+    router = make_router(case, None)
+    capturer = bind({LAYER: router})
+    for tokens in (TOKENS, 7, 1, 20):
+        logits = random_logits(tokens=tokens, seed=tokens)
+        select(router, logits)
+        assert_chosen(capturer.snapshot(tokens), case, logits, None)
+
+
+def test_layer_of_smaller_top_k_repeats_its_last_id(bind: Callable[[Any], Any]) -> None:
+    import torch
+
+    wide, narrow = (make_router(Case("", Choice(k)), None) for k in (TOP_K, 2))
+    capturer = bind({0: wide, 2: narrow})
+    logits = random_logits()
+    select(wide, logits)
+    ids = select(narrow, logits)
+    rows = capturer.snapshot(TOKENS)[:, 2].int()
+    assert torch.equal(rows, torch.cat([ids, ids[:, 1:], ids[:, 1:]], dim=1))
+
+
+def test_ids_from_256_on_take_two_bytes(bind: Callable[[Any], Any]) -> None:
+    import torch
+
+    router = make_router(CASES["300_experts"], None)
+    capturer = bind({LAYER: router})
+    ids = select(router, random_logits(300))
+    rows = capturer.snapshot(TOKENS)
+    assert rows.dtype == torch.uint16
+    assert ids.max() > 255
+    assert torch.equal(rows[:, LAYER].int(), ids)
+
+
+def test_zero_experts_are_refused_by_name(bind: Callable[[Any], Any]) -> None:
+    router = make_router(
+        CASES["softmax"],
+        random_logits()[0],
+        zero_expert_type="identity",
+        num_logical_experts=EXPERTS - 2,
+    )
+    with pytest.raises(ValueError, match=r"ZeroExpertRouter \(layer model\.layers\.1\."):
+        bind({LAYER: router})
+
+
+def test_simulated_routing_is_refused_by_name(
+    bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import envs
+
+    # An engine that started in this process before has cached every variable; a name in the module's
+    # own dictionary is found before the cache.
+    monkeypatch.setitem(vars(envs), "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    router = make_router(CASES["softmax"], None)
+    with pytest.raises(ValueError, match=r"RoutingSimulatorRouter \(layer model\.layers\.1\."):
+        bind({LAYER: router})

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve`: /inference/v1/generate returns the rows of its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from examples.demo import oracle
+from examples.demo.server import Answer, Server, decode_rows, read_answer
+from tests.behaviour.conftest import CHUNK, random_prompt
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}"]
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with Server(model, log=log, args=arguments) as server:
+        yield server
+
+
+def assert_true_answer(model: Path, answer: Answer) -> None:
+    assert answer.rows is not None
+    tokens = [*answer.prompt, *answer.token_ids]
+    assert len(answer.rows) == len(tokens) - 1 - answer.start
+    comparison = oracle.compare(answer.rows, oracle.route(model, tokens), answer.start)
+    assert comparison.agree == comparison.rows, comparison.disagreements[0]
+
+
+def request(server: Server, prompt: list[int], **sampling: Any) -> dict[str, Any]:
+    return {
+        "model": server.checkpoint,
+        "token_ids": prompt,
+        "sampling_params": {"temperature": 0.0, "ignore_eos": True, **sampling},
+    }
+
+
+def stream(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The first choice of every chunk."""
+    body = {**body, "stream": True}
+    with httpx.stream("POST", server.url + "/inference/v1/generate", json=body) as reply:
+        for line in reply.iter_lines():
+            data = line.removeprefix("data: ")
+            if data and data != "[DONE]":
+                yield json.loads(data)["choices"][0]
+
+
+def test_answer_has_true_rows(server: Server, model: Path) -> None:
+    prompt = random_prompt(1, 3 * CHUNK)
+    assert_true_answer(model, server.generate(prompt, max_tokens=9, ignore_eos=True))
+
+
+def test_every_choice_has_its_rows(server: Server, model: Path) -> None:
+    prompt = random_prompt(2, 70)
+    body = request(server, prompt, n=3, temperature=1.0, seed=3, max_tokens=7)
+    reply = server.post("/inference/v1/generate", body)
+    assert len(reply["choices"]) == 3
+    for choice in reply["choices"]:
+        assert_true_answer(model, read_answer(prompt, {"choices": [choice]}))
+
+
+def test_chunks_of_a_stream_carry_the_rows_of_their_tokens(server: Server, model: Path) -> None:
+    prompt = random_prompt(3, 2 * CHUNK + 9)
+    token_ids: list[int] = []
+    rows: list[np.ndarray] = []
+    for chunk in stream(server, request(server, prompt, max_tokens=9)):
+        assert chunk["routed_experts_start"] == sum(map(len, rows))
+        token_ids += chunk["token_ids"]
+        rows.append(decode_rows(chunk["routed_experts"]))
+        assert sum(map(len, rows)) == len(prompt) + len(token_ids) - 1
+    answer = Answer(tuple(prompt), tuple(token_ids), np.concatenate(rows), 0, (0, 1, 2, 3))
+    assert_true_answer(model, answer)
+
+
+def test_concurrent_requests_have_their_own_rows(server: Server, model: Path) -> None:
+    rng = np.random.default_rng(4)
+    lengths = [(int(p), int(o)) for p, o in rng.integers(1, (150, 20), size=(24, 2))]
+
+    def ask(index: int) -> Answer:
+        prompt_len, max_tokens = lengths[index]
+        prompt = random_prompt(100 + index, prompt_len)
+        return server.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
+
+    with ThreadPoolExecutor(12) as pool:
+        for answer in pool.map(ask, range(len(lengths))):
+            assert_true_answer(model, answer)
+
+
+def test_client_that_goes_away_disturbs_nobody(server: Server, model: Path) -> None:
+    prompt = random_prompt(5, 100)
+    chunks = stream(server, request(server, prompt, max_tokens=400))
+    next(chunks)
+    chunks.close()  # type: ignore[attr-defined]
+    # The same prefix, whose blocks the one that went away filled.
+    assert_true_answer(model, server.generate(prompt, max_tokens=5, ignore_eos=True))
+
+
+def test_endpoints_without_the_field_answer_as_before(server: Server) -> None:
+    body = {"model": server.checkpoint, "prompt": random_prompt(6, 20), "max_tokens": 4}
+    (choice,) = server.post("/v1/completions", body)["choices"]
+    assert not [name for name in choice if "experts" in name or "moe" in name]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "extra_args",
+    [
+        {"return_routed_experts": 1.5},
+        {"return_routed_experts": "yes"},
+        {"return_routed_experts": [True]},
+        {"routed_experts_prompt_start": -1},
+        {"routed_experts_prompt_start": 21},
+        {"routed_experts_prompt_start": 2**65},
+        {"routed_experts_prompt_start": True},
+        {"routed_experts_prompt_start": 0.0},
+        {"routed_experts_prompt_start": None, "return_routed_experts": {}},
+    ],
+    ids=str,
+)
+def test_bad_argument_is_a_400_that_names_it(
+    server: Server, model: Path, extra_args: dict[str, Any], is_stream: bool
+) -> None:
+    prompt = random_prompt(7, 20)
+    body = request(server, prompt, extra_args=extra_args, max_tokens=2)
+    url = server.url + "/inference/v1/generate"
+    reply = httpx.post(url, json={**body, "stream": is_stream}, timeout=60)
+    assert reply.status_code == 400
+    assert next(reversed(extra_args)) in reply.text
+    assert_true_answer(model, server.generate(prompt, max_tokens=2, ignore_eos=True))
+
+
+def test_request_may_decline(server: Server) -> None:
+    body = request(server, random_prompt(8, 20), extra_args={"return_routed_experts": False})
+    (choice,) = server.post("/inference/v1/generate", body)["choices"]
+    assert not [name for name in choice if "experts" in name or "moe" in name]

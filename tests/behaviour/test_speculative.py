@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding: rejected drafts leave no rows, and draft layers never appear.
+
+N-gram drafts come from the prompt; MTP drafts from a layer of the model's own that routes as
+well, one number behind the target's last. EAGLE shares MTP's code path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.behaviour.conftest import (
+    BLOCK,
+    CHUNK,
+    as_prompts,
+    assert_all_true,
+    random_prompt,
+    running,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import RequestOutput
+
+LAYERS = 4
+# Residual streams that follow the token rather than what layers add to it, so that a draft
+# from the token alone is right often enough, and wrong often enough.
+EMBEDDING_SCALE = 24.0
+
+
+@dataclass(frozen=True)
+class Speculating:
+    model: Path
+    llm: LLM
+
+    def ask(self, *prompts: list[int], **sampling: Any) -> list[RequestOutput]:
+        from vllm import SamplingParams
+
+        given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40, **sampling}
+        return self.llm.generate(as_prompts(*prompts), SamplingParams(**given), use_tqdm=False)
+
+    def counts(self) -> tuple[int, int]:
+        """Draft tokens so far, and those of them that were accepted."""
+        values = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
+        return (
+            values["vllm:spec_decode_num_draft_tokens"],
+            values["vllm:spec_decode_num_accepted_tokens"],
+        )
+
+
+def repetitive_prompt(seed: int, length: int) -> list[int]:
+    """The same few tokens again and again."""
+    return list(itertools.islice(itertools.cycle(random_prompt(seed, 9)), length))
+
+
+def make_draft_layer(target: Path, path: Path) -> Path:
+    """A copy of a GLM-4-MoE checkpoint with an MTP layer, which drafts what the target
+    would say if its layers did little."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+
+    path.mkdir()
+    for file in target.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= EMBEDDING_SCALE
+    config = transformers.AutoConfig.from_pretrained(target)
+    size = config.hidden_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        draft = {
+            name: tensor.normal_(std=0.02)
+            for name, tensor in Glm4MoeDecoderLayer(config, LAYERS).state_dict().items()
+        }
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        draft[name] = torch.ones(size)
+    draft |= {
+        "enorm.weight": torch.ones(size),
+        "hnorm.weight": torch.ones(size),
+        # What it sees is the token; the target's hidden state takes part a little.
+        "eh_proj.weight": torch.cat([torch.eye(size), 0.1 * torch.eye(size)], dim=1),
+        "shared_head.norm.weight": torch.ones(size),
+        "shared_head.head.weight": weights["lm_head.weight"].clone(),
+        "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+    }
+    weights |= {f"model.layers.{LAYERS}.{name}": t.contiguous() for name, t in draft.items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((path / "config.json").read_text())
+    settings["num_nextn_predict_layers"] = 1
+    (path / "config.json").write_text(json.dumps(settings))
+    return path
+
+
+SPECULATIVE = {
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    },
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module", params=SPECULATIVE)
+def speculating(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Speculating]:
+    if request.param == "mtp":
+        model = make_draft_layer(checkpoint("glm4_moe"), tmp_path_factory.mktemp("mtp") / "model")
+    else:
+        model = checkpoint(mlp_only_layers=[1])
+    options = {"speculative_config": SPECULATIVE[request.param], "disable_log_stats": False}
+    with running(model, **options) as llm:
+        yield Speculating(model, llm)
+
+
+@pytest.fixture
+def dropped(speculating: Speculating, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many accepted tokens behind the end each step of a request throws away."""
+    scheduler = speculating.llm.llm_engine.engine_core.engine_core.scheduler
+    update = scheduler._update_request_with_output
+    dropped: list[int] = []
+
+    def counting(request: Any, new_token_ids: list[int]) -> Any:
+        before = len(new_token_ids)
+        kept, stopped = update(request, new_token_ids)
+        dropped.append(before - len(kept))
+        return kept, stopped
+
+    monkeypatch.setattr(scheduler, "_update_request_with_output", counting)
+    return dropped
+
+
+def test_rows_are_true_where_drafts_were_accepted_and_rejected(speculating: Speculating) -> None:
+    drafted, accepted = speculating.counts()
+    outputs = speculating.ask(*(repetitive_prompt(i, n) for i, n in enumerate((30, 2 * CHUNK))))
+    now_drafted, now_accepted = speculating.counts()
+    assert now_accepted > accepted
+    assert now_drafted - drafted > now_accepted - accepted
+    assert_all_true(speculating.model, outputs)
+
+
+def test_rows_of_sampled_tokens_are_true(speculating: Speculating) -> None:
+    prompts = [repetitive_prompt(10 + i, 40) for i in range(4)]
+    assert_all_true(speculating.model, speculating.ask(*prompts, temperature=1.0, seed=1))
+
+
+def test_layers_are_those_of_the_target(speculating: Speculating) -> None:
+    completion = speculating.ask(repetitive_prompt(20, 30))[0].outputs[0]
+    assert completion.routed_experts.shape[1] == LAYERS
+    assert completion.moe_layers == ((1, 2, 3) if "mtp" in str(speculating.model) else (0, 2, 3))
+
+
+def test_rows_end_with_a_stop_token_amid_accepted_drafts(
+    speculating: Speculating, dropped: list[int]
+) -> None:
+    prompts = [repetitive_prompt(30 + i, 30) for i in range(8)]
+    conversations = [
+        [*o.prompt_token_ids, *o.outputs[0].token_ids] for o in speculating.ask(*prompts)
+    ]
+    for conversation, whole in zip(conversations, speculating.ask(*conversations), strict=True):
+        for stop in list(dict.fromkeys(whole.outputs[0].token_ids))[:4]:
+            (output,) = speculating.ask(conversation, stop_token_ids=[stop])
+            assert output.outputs[0].finish_reason == "stop"
+            assert_all_true(speculating.model, [output])
+    assert any(dropped)
+
+
+def test_rows_end_with_the_last_token_allowed(speculating: Speculating, dropped: list[int]) -> None:
+    prompts = [repetitive_prompt(30 + i, 33) for i in range(8)]
+    for max_tokens in (1, 2, 3, 5, 17, 18, 20):
+        outputs = speculating.ask(*prompts, max_tokens=max_tokens)
+        assert {len(o.outputs[0].token_ids) for o in outputs} == {max_tokens}
+        assert_all_true(speculating.model, outputs)
+    assert any(dropped)
+
+
+def test_rows_behind_a_prefix_made_with_drafts_are_true(speculating: Speculating) -> None:
+    """Blocks are cached with accepted tokens only, and so are their rows."""
+    prompt = repetitive_prompt(50, BLOCK + 5)
+    (first,) = speculating.ask(prompt, max_tokens=3 * BLOCK)
+    conversation = [*prompt, *first.outputs[0].token_ids, *random_prompt(51, 5)]
+    (second,) = speculating.ask(conversation)
+    assert second.num_cached_tokens > 2 * BLOCK
+    assert_all_true(speculating.model, [first, second])
+
+
+def test_parallel_samples_have_their_own_rows(speculating: Speculating) -> None:
+    outputs = speculating.ask(repetitive_prompt(60, 50), n=3, temperature=1.0, seed=2)
+    assert len({tuple(c.token_ids) for c in outputs[0].outputs}) > 1
+    assert_all_true(speculating.model, outputs)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A naive model of what the workers do, for the real scheduler to be driven with.
+
+It has no KV cache and no batch: a row is a function of the whole sequence up to its token and
+of the weights, so that a row of another position, request, draft or weight update is never
+right by chance. The next token is a function of the sequence, so that drafts can be right.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
+from vllm.v1.routed_experts import get_routed_experts_start
+
+VOCABULARY = 50
+MOE_LAYERS = (0, 1)
+
+
+def _hash(tokens: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(tokens, dtype=np.int32).tobytes())
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model samples after `tokens`."""
+    return _hash(tokens) % VOCABULARY
+
+
+def true_row(tokens: Sequence[int], position: int, weights: int) -> np.ndarray:
+    """(2 layers, 2 experts) uint16: the row of one position, told by its whole prefix."""
+    value = _hash(tokens[: position + 1])
+    return np.array([[value & 0xFFFF, value >> 16], [position, weights]], dtype=np.uint16)
+
+
+@dataclass
+class Worker:
+    """Keeps the tokens of every request, as a model runner does, and runs steps."""
+
+    weights: int = 0
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    asking: set[str] = field(default_factory=set)
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Process the scheduled tokens; sample where the last known one is among them."""
+        first_positions: dict[str, int] = {}
+        for new in scheduled.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            self.tokens[new.req_id] = list(new.prompt_token_ids)
+            if get_routed_experts_start(new.sampling_params) is not None:
+                self.asking.add(new.req_id)
+            first_positions[new.req_id] = new.num_computed_tokens
+        cached = scheduled.scheduled_cached_reqs
+        for req_id, position in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if req_id in cached.resumed_req_ids:
+                self.tokens[req_id] = list(cached.all_token_ids[req_id])
+            first_positions[req_id] = position
+
+        req_ids = list(scheduled.num_scheduled_tokens)
+        asking = [req_id for req_id in req_ids if req_id in self.asking]
+        sampled, rows = [], []
+        for req_id in req_ids:
+            start = first_positions[req_id]
+            stop = start + scheduled.num_scheduled_tokens[req_id]
+            known = self.tokens[req_id]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(req_id, [])
+            fed = [*known, *drafts]
+            if req_id in asking:
+                rows += [true_row(fed, p, self.weights) for p in range(start, stop)]
+            output: list[int] = []
+            if stop >= len(known):
+                output.append(next_token(known))
+                for draft in drafts:
+                    if draft != output[-1]:
+                        break
+                    output.append(next_token([*known, *output]))
+                known += output
+            sampled.append(output)
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            sampled_token_ids=sampled,
+            routed_experts=RoutedExpertsLists(
+                req_ids=asking,
+                num_rows=[scheduled.num_scheduled_tokens[req_id] for req_id in asking],
+                positions=[first_positions[req_id] for req_id in asking],
+                rows=np.stack(rows),
+                moe_layers=MOE_LAYERS,
+            )
+            if rows
+            else None,
+        )

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make mutants`: break the scheduler-side code in named ways; the property test must notice each.
+
+Works on a copy of the installed vLLM's Python files, so that nothing of the environment changes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+ROOT = Path(__file__).parents[2]
+MANAGER = "v1/core/routed_experts_manager.py"
+STORE = "v1/core/routed_experts_store.py"
+SCHEDULER = "v1/core/sched/scheduler.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line of the code under test, and what it becomes."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+
+
+MUTANTS = [
+    Mutant(
+        "finality off by one",
+        MANAGER,
+        "num_final = request.num_tokens - 1",
+        "num_final = request.num_tokens",
+    ),
+    Mutant(
+        "rows of rejected drafts kept",
+        MANAGER,
+        "        self.truncate(end)\n        if self.end == self.start:",
+        "        if self.end == self.start:",
+    ),
+    Mutant(
+        "hash key dropped",
+        STORE,
+        "return make_block_hash_with_group_id(block_hash, self.group_id)",
+        "return make_block_hash_with_group_id(hashes[0], self.group_id)",
+    ),
+    Mutant(
+        "cap removed", MANAGER, "        return num_known\n", "        return request.num_tokens\n"
+    ),
+    Mutant(
+        "epoch ignored",
+        MANAGER,
+        "if step is not None and step_number > self._reset_step:",
+        "if step is not None:",
+    ),
+    Mutant(
+        "pending ignored",
+        MANAGER,
+        "            builder.merge(position, rows, position + num_rows)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "unsent rows survive a reset",
+        MANAGER,
+        "            held.truncate(held.start)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "store survives a reset", MANAGER, "            self.store.clear()\n", "            pass\n"
+    ),
+    Mutant(
+        "evicted blocks stay in the store",
+        STORE,
+        "            del self._entries[key]\n\n    def clear",
+        "            pass\n\n    def clear",
+    ),
+    Mutant(
+        "view instead of copy",
+        MANAGER,
+        "self.append(BlockRows(rows.copy()), 0, len(rows))",
+        "self.append(BlockRows(rows), 0, len(rows))",
+    ),
+    Mutant(
+        "handed out rows sent again",
+        MANAGER,
+        "            rows = rows[self.start - position :]\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "finished request not freed",
+        SCHEDULER,
+        "            self.routed_experts_manager.free(request)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "garbage of drafts stored",
+        MANAGER,
+        "            builder.end = min(builder.end, num_final)\n",
+        "            pass\n",
+    ),
+]
+
+
+def survives(mutant: Mutant, package: Path) -> bool:
+    """Whether the property test passes with the mutant in the package's copy."""
+    file = package / mutant.file
+    original = file.read_text()
+    if original.count(mutant.before) != 1:
+        raise SystemExit(
+            f"mutant '{mutant.name}': {mutant.file} has its line {original.count(mutant.before)} "
+            "times, expected once; mend tests/property/mutants.py"
+        )
+    file.write_text(original.replace(mutant.before, mutant.after))
+    try:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "tests/property",
+            ],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(package.parent),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PROPERTY_EXAMPLES": os.environ.get("PROPERTY_EXAMPLES", "1500"),
+            },
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        file.write_text(original)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"mutant '{mutant.name}': pytest failed\n{done.stdout}{done.stderr}")
+    return done.returncode == 0
+
+
+def main() -> int:
+    console = Console()
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    installed = Path(spec.origin).parent
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "vllm"
+        # The distribution's metadata tells vLLM its platform and is found beside the original.
+        shutil.copytree(installed, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        for library in installed.glob("*.so"):
+            (package / library.name).symlink_to(library)
+        for mutant in MUTANTS:
+            with console.status(mutant.name):
+                survived = survives(mutant, package)
+            console.print(f"{'SURVIVED' if survived else 'noticed ':8}  {mutant.name}")
+            survivors += [mutant.name] if survived else []
+    if survivors:
+        console.print(
+            f"{len(survivors)} of {len(MUTANTS)} mutants survived: {', '.join(survivors)}"
+        )
+        return 1
+    console.print(f"all {len(MUTANTS)} mutants noticed")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real project for the tests that need the pinned files themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.download import fetch
+from tools.errors import ToolError
+from tools.pin import PinnedFile, Project
+from tools.series import Series, read_series
+from tools.source import fetch_source
+
+PROJECT = Project(Path(__file__).resolve().parent.parent)
+
+
+def real_series() -> Series:
+    """The series of this repository; without one there is nothing to test."""
+    series = read_series(PROJECT.series_file) if PROJECT.series_file.exists() else Series()
+    if not series:
+        pytest.skip("patches/series is empty")
+    return series
+
+
+def need_source() -> None:
+    """The pinned source, or a skipped test where it cannot be had."""
+    try:
+        fetch_source(PROJECT)
+    except ToolError as error:
+        _skip_without_network(error)
+
+
+def need(pinned: PinnedFile) -> Path:
+    """A pinned file, or a skipped test where it cannot be had."""
+    try:
+        return fetch(pinned, PROJECT.downloads)
+    except ToolError as error:
+        _skip_without_network(error)
+        raise
+
+
+def _skip_without_network(error: ToolError) -> None:
+    """Only a missing network skips; a wrong digest fails."""
+    if error.next_step is not None and "check the network" in error.next_step:
+        pytest.skip(str(error))
+    raise error

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real series on the real release."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.real import PROJECT, need_source, real_series
+from tools.apply import apply_series
+from tools.export import export_series
+from tools.git import Git
+from tools.series import Series, check_series, fingerprint
+from tools.source import BASE_REF
+from tools.tree import Record, read_record
+
+
+@pytest.fixture(scope="module")
+def series() -> Series:
+    return real_series()
+
+
+@pytest.fixture(scope="module")
+def tree(series: Series, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_source()
+    path = tmp_path_factory.mktemp("series") / "vllm"
+    apply_series(PROJECT, series, path)
+    return path
+
+
+def test_the_series_keeps_its_rules(series: Series) -> None:
+    assert check_series(PROJECT.series_file) == series
+
+
+def test_one_commit_a_patch(series: Series, tree: Path) -> None:
+    git = Git(tree)
+    titles = [git.text("log", "-1", "--format=%s", c) for c in git.commits(f"{BASE_REF}..HEAD")]
+    assert titles == [patch.subject for patch in series]
+
+
+def test_export_after_apply_changes_no_file(series: Series, tree: Path) -> None:
+    exported = export_series(PROJECT, PROJECT.series_file, tree, check=True)
+    assert exported.stale == ()
+    assert [patch.data for patch in exported.series] == [patch.data for patch in series]
+
+
+def test_the_result_is_recorded_for_the_wheel(series: Series, tree: Path) -> None:
+    git = Git(tree)
+    assert read_record(git) == Record(fingerprint(series, PROJECT.pin), git.tree_id("HEAD"))
+
+
+def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None:
+    git = Git(tree)
+    for commit in git.commits(f"{BASE_REF}..HEAD"):
+        files = git.files(commit)
+        touched = {
+            change.path: files[change.path].blob
+            for change in git.changes(BASE_REF, commit)
+            if change.path.endswith(".py") and change.path in files
+        }
+        contents = git.contents(touched.values())
+        for path, blob in touched.items():
+            compile(contents[blob], f"{git.oneline(commit)}: {path}", "exec", dont_inherit=True)
+
+
+def test_another_directory_gives_the_same_commit(
+    series: Series, tree: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "elsewhere" / "vllm"
+    assert apply_series(PROJECT, series, other).commit == Git(tree).commit_id("HEAD")

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents, the Makefile and the lock promise about this repository holds."""
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROSE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+
+# Where upstream's version may stand: in patches (context), in dated records, in history.
+RECORDS = ("patches/", "benchmarks/results/", "CHANGELOG.md")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make as a person would, not as a child of the make that runs these tests."""
+    return run("make", *arguments, MAKEFLAGS="", MAKELEVEL="0")
+
+
+def committed() -> list[str]:
+    """Names of the committed files, less submodules; of all files outside a git repository."""
+    listing = run("git", "ls-files", "--stage", "-z")
+    if listing.returncode == 0 and listing.stdout:
+        entries = (entry.split("\t", 1) for entry in listing.stdout.split("\0") if entry)
+        names = [name for mode, name in entries if not mode.startswith("160000")]
+        return [name for name in names if (ROOT / name).is_file()]
+    made = {"build", "vllm", "__pycache__"}
+    return [
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*")
+        if path.is_file()
+        and not any(part in made or part.startswith(".") for part in path.relative_to(ROOT).parts)
+    ]
+
+
+def texts(names: list[str]) -> dict[str, str]:
+    """Contents of those files that are text, by name."""
+    found = {}
+    for name in names:
+        data = (ROOT / name).read_bytes()
+        if b"\0" not in data:
+            found[name] = data.decode("utf-8", errors="replace")
+    return found
+
+
+def pinned(name: str) -> dict[str, tuple[str, int]]:
+    """Version and number of digests of every requirement of a lock file.
+
+    A requirement is one logical line: name, version, then one ``--hash`` after the other.
+    """
+    lines = re.sub(r"\\\n\s*", "", read(name)).splitlines()
+    lock = {}
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        requirement, *options = line.split()
+        distribution, _, version = requirement.partition("==")
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", option) for option in options), line
+        lock[canonicalize_name(distribution)] = (version, len(options))
+    return lock
+
+
+def targets() -> list[str]:
+    """Every target a person can name: not a stamp, not a pattern, not make's own."""
+    return re.findall(r"^([A-Za-z0-9_][\w.-]*):(?!=)", read("Makefile"), re.MULTILINE)
+
+
+# --- Makefile, README, .ci/run --------------------------------------------------------------------
+
+
+def test_make_alone_lists_every_target_once() -> None:
+    listed = re.findall(r"^  ([\w.-]+) +\S.*$", make().stdout, re.MULTILINE)
+    assert len(targets()) > 10
+    assert sorted(listed) == sorted(targets())
+
+
+def test_every_target_is_phony() -> None:
+    phony = re.findall(r"^\.PHONY: (\S+)$", read("Makefile"), re.MULTILINE)
+    assert phony == targets()
+
+
+@pytest.mark.parametrize("target", targets())
+def test_target_can_be_planned(target: str) -> None:
+    plan = make("--dry-run", target)
+    assert plan.returncode == 0, plan.stderr
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_make_commands_in_prose_exist(name: str) -> None:
+    code = re.findall(r"```.*?```|`[^`\n]+`", read(name), re.DOTALL)
+    named = {target for text in code for target in re.findall(r"\bmake ([a-z][a-z-]*)", text)}
+    assert named <= set(targets())
+
+
+def test_readme_starts_with_the_two_commands() -> None:
+    block = re.search(r"```\w*\n(.*?)```", read("README.md"), re.DOTALL)
+    assert block
+    commands = [line.split("#")[0].split() for line in block[1].splitlines()]
+    assert commands == [["make", "demo"], ["make", "test"]]
+
+
+def test_files_named_in_prose_exist() -> None:
+    for name in PROSE:
+        for link in re.findall(r"\]\(([^)#\s]+)", read(name)):
+            if "://" not in link:
+                assert (ROOT / link).exists(), f"{name} links {link}"
+
+
+def test_ci_runs_the_test_command_and_nothing_else() -> None:
+    script = [line for line in read(".ci/run").splitlines() if line and not line.startswith("#")]
+    assert [line.split()[0] for line in script] == ["set", "cd", "exec"]
+    assert script[-1] == "exec make test"
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+# --- requirements/ --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bootstrap", "environment"])
+def test_lock_is_complete_and_names_no_place(name: str) -> None:
+    lock = pinned(f"requirements/{name}.txt")
+    assert lock
+    assert all(version and digests for version, digests in lock.values())
+    assert "://" not in read(f"requirements/{name}.txt")
+
+
+def test_lock_has_the_installer_that_installs_it() -> None:
+    (installer,) = pinned("requirements/bootstrap.txt").items()
+    assert installer in pinned("requirements/environment.txt").items()
+
+
+def test_lock_is_what_is_installed() -> None:
+    wanted = {
+        package: version for package, (version, _) in pinned("requirements/environment.txt").items()
+    }
+    installed: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        # The first on the path counts: setuptools appends what it carries itself.
+        installed.setdefault(canonicalize_name(distribution.name), distribution.version)
+    assert {package: installed.get(package) for package in wanted} == wanted
+
+
+def test_lock_meets_its_input_and_vllm() -> None:
+    lock = pinned("requirements/environment.txt")
+    sources = [ROOT / "requirements/environment.in", ROOT / "build/vllm/requirements/common.txt"]
+    if not sources[1].exists():
+        pytest.skip("build/vllm is not there: make apply")
+    for source in sources:
+        for line in source.read_text(encoding="utf-8").splitlines():
+            text = re.sub(r"(^|\s)#.*", "", line).strip()
+            if not text or text.startswith("-r "):
+                continue
+            requirement = Requirement(text)
+            if requirement.marker and not requirement.marker.evaluate():
+                continue
+            version, _ = lock[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version, prereleases=True), text
+
+
+# --- what is committed ----------------------------------------------------------------------------
+
+
+def registries() -> list[str]:
+    """Host names of the package registries this machine knows, from their own clients."""
+    index = pytest.importorskip("pip._internal.models.index").PyPI
+    hosts = {index.netloc, index.file_storage_domain}
+    for source in [*Path("/etc/apt").glob("sources.list*"), *Path("/etc/apt").glob("*/*.sources")]:
+        if source.is_file():
+            hosts |= set(re.findall(r"https?://([^/\s:]+)", source.read_text(errors="replace")))
+    return sorted(host for host in hosts if "." in host)
+
+
+def test_no_committed_file_names_a_registry_or_a_place_on_this_machine() -> None:
+    home = str(Path.home())
+    places = [f"{ROOT}/"] + [f"{home}/"] * (home not in ("/", "/tmp"))
+    for name, text in texts([n for n in committed() if not n.endswith(".patch")]).items():
+        for word in registries() + places:
+            assert word not in text, f"{name} names {word}"
+
+
+def test_pin_stands_in_one_file() -> None:
+    def leaves(value: object) -> list[object]:
+        if isinstance(value, dict):
+            return [leaf for inner in value.values() for leaf in leaves(inner)]
+        if isinstance(value, list):
+            return [leaf for inner in value for leaf in leaves(inner)]
+        return [value]
+
+    values = {str(leaf) for leaf in leaves(tomllib.loads(read("upstream.toml")))}
+    # A version, a commit or a digest, a size in bytes; short digits would be found everywhere.
+    pin = [v for v in values if re.fullmatch(r"v?\d+\.\d+\.\d+|[0-9a-f]{40,64}|\d{6,}", v)]
+    assert len(pin) >= 4
+    word = re.compile(
+        rf"(?<![\w.])v?({'|'.join(re.escape(v.lstrip('v')) for v in pin)})(?!\w|\.\d)"
+    )
+    for name, text in texts(committed()).items():
+        if name == "upstream.toml" or name.startswith((*RECORDS, "requirements/environment.txt")):
+            continue
+        found = word.search(text)
+        assert not found, f"{name} repeats {found[0]} of upstream.toml"
+
+
+def test_attributes_keep_patches_byte_exact() -> None:
+    if shutil.which("git") is None or run("git", "rev-parse").returncode:
+        pytest.skip("not a git repository")
+    answer = run(
+        "git", "check-attr", "text", "whitespace", "--", "patches/any.patch", "patches/series"
+    )
+    assert answer.stdout.count(": unset") == 4, answer.stdout
+
+
+def test_linters_are_content() -> None:
+    if run("git", "rev-parse").returncode:
+        pytest.skip("not a git repository")
+    answer = make("lint")
+    assert answer.returncode == 0, answer.stdout + answer.stderr

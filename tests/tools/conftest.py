@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.toy import Toy, add_series, make_toy
+
+
+@pytest.fixture(scope="session")
+def _empty(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return make_toy(tmp_path_factory.mktemp("empty") / "project")
+
+
+@pytest.fixture(scope="session")
+def _full(_empty: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    toy = _empty.copy(tmp_path_factory.mktemp("full") / "project")
+    add_series(toy)
+    return toy
+
+
+@pytest.fixture
+def empty(_empty: Toy, tmp_path: Path) -> Toy:
+    """A project without patches and without a build tree."""
+    return _empty.copy(tmp_path / "empty")
+
+
+@pytest.fixture
+def toy(_full: Toy, tmp_path: Path) -> Toy:
+    """A project with three patches, applied."""
+    return _full.copy(tmp_path / "project")

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the series: each breach is named with what stands there and what should."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tools.toy import NAMES, Toy
+from tools.patch import IDENTITY, STATUSES, leaves_tree, parse_status, slug
+from tools.series import parse_series, render_series
+
+
+def test_a_good_series_passes(toy: Toy) -> None:
+    assert toy.do("series", "check") == "series: 3 patches, no problems\n"
+
+
+def test_a_problem_is_told_in_four_parts(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], "Upstream-Status: Pending", "Upstream-Status: Waiting")
+    expected = "Upstream-Status: Pending [why it was not sent yet] (the reason may be left out)"
+    command = "reword the commit (git -C build/vllm rebase -i refs/re/base), then: series export"
+    assert toy.refuse("series", "check").splitlines() == [
+        "error: the series breaks its rules: 1",
+        "",
+        "Upstream-Status is malformed",
+        f"  where:    {NAMES[0]}",
+        f"  expected: {expected}",
+        "            or: Submitted [where: a link]",
+        "            or: Backport [the upstream commit or release]",
+        "            or: Denied [where, and why it is kept]",
+        "            or: Inappropriate [why upstream would not want it]",
+        "  current:  Upstream-Status: Waiting",
+        f"  next:     {command}",
+    ]
+
+
+def test_all_problems_come_at_once(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], "Drop-when: ", "Dropwhen: ")
+    toy.edit_patch(NAMES[2], "Signed-off-by: ", "Signed: ")
+    error = toy.refuse("series", "check")
+    assert error.startswith("error: the series breaks its rules: 2\n")
+    assert NAMES[0] in error
+    assert NAMES[2] in error
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "upstream-status: Pending",
+        "Upstream-Status:Pending",
+        "Upstream status: Pending",
+        "Upstream-Stauts: Pending",
+        "Upstream-Status: pending",
+        "Upstream-Status: Submitted",
+        "Upstream-Status: Backport []",
+        "Upstream-Status: Denied upstream did not want it",
+        "Upstream-Status: Inappropriate",
+    ],
+)
+def test_a_misspelt_status_is_malformed_not_missing(toy: Toy, line: str) -> None:
+    toy.edit_patch(NAMES[0], "Upstream-Status: Pending", line)
+    error = toy.refuse("series", "check")
+    assert "Upstream-Status is malformed" in error
+    assert f"current:  {line}" in error
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_every_status_of_the_vocabulary_is_taken_with_an_argument(toy: Toy, status: str) -> None:
+    line = f"Upstream-Status: {status} [an argument]"
+    toy.edit_patch(NAMES[0], "Upstream-Status: Pending", line)
+    toy.do("series", "check")
+
+
+def test_a_missing_status_is_missing(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], "Upstream-Status: Pending\n", "")
+    assert "Upstream-Status is missing" in toy.refuse("series", "check")
+
+
+def test_two_statuses_are_one_too_many(toy: Toy) -> None:
+    line = "Upstream-Status: Pending\n"
+    toy.edit_patch(NAMES[0], line, line + line)
+    assert "stands more than once" in toy.refuse("series", "check")
+
+
+@pytest.mark.parametrize("line", ["Drop-when:", "Drop when: later", "drop-when: later"])
+def test_a_malformed_condition_for_dropping_is_refused(toy: Toy, line: str) -> None:
+    toy.edit_patch(NAMES[0], "Drop-when: upstream returns rows", line)
+    assert "Drop-when is malformed" in toy.refuse("series", "check")
+
+
+def test_a_sign_off_of_somebody_else_does_not_do(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], f"Signed-off-by: {IDENTITY}", "Signed-off-by: Me <me@here>")
+    error = toy.refuse("series", "check")
+    assert "current:  Signed-off-by: Me <me@here>" in error
+    assert f"expected: Signed-off-by: {IDENTITY}" in error
+
+
+def test_a_message_of_headers_alone_has_no_body(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], "Rows are wanted; a user sees rows.\n", "")
+    assert "the message has no body" in toy.refuse("series", "check")
+
+
+def test_trailing_blanks_are_told_by_line(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], "+SETTING_9 = 99\n", "+SETTING_9 = 99 \t\n")
+    number = (toy.patches / NAMES[0]).read_text().splitlines().index("+SETTING_9 = 99 \t") + 1
+    error = toy.refuse("series", "check")
+    assert "added lines end in blanks" in error
+    assert f"{NAMES[0]}:{number} (vllm/envs.py:10)" in error
+
+
+def test_blanks_in_context_and_removed_lines_are_upstreams(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], " SETTING_8 = 8\n", " SETTING_8 = 8  \n")
+    toy.edit_patch(NAMES[0], "-SETTING_9 = 9\n", "-SETTING_9 = 9  \n")
+    toy.do("series", "check")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("vllm/rows/__init__.py", "../rows.py", "a path leaves the tree"),
+        ("+++ b/vllm/rows/__init__.py", "+++ /etc/passwd", "the diff cannot be read"),
+        ("vllm/rows/__init__.py", ".git/hooks/post-checkout", "a path leaves the tree"),
+        ("new file mode 100644", "new file mode 120000", "a link is changed"),
+        ("new file mode 100644", "new file mode 160000", "a link is changed"),
+    ],
+)
+def test_a_dangerous_diff_is_refused(toy: Toy, old: str, new: str, what: str) -> None:
+    text = (toy.patches / NAMES[1]).read_text()
+    (toy.patches / NAMES[1]).write_text(text.replace(old, new))
+    assert what in toy.refuse("series", "check")
+
+
+def test_a_binary_file_is_refused(toy: Toy) -> None:
+    (toy.tree / "vllm/data.bin").write_bytes(bytes(range(256)))
+    toy.commit("[Core] Binary", {})
+    assert "a binary file is changed" in toy.refuse("series", "export")
+
+
+def test_a_damaged_diff_is_told(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], "@@ -7,7 +7,7 @@", "@@ -7,7 +7,9 @@")
+    assert "the diff cannot be read" in toy.refuse("series", "check")
+
+
+def test_a_listed_patch_that_does_not_exist_is_refused(toy: Toy) -> None:
+    (toy.patches / NAMES[1]).unlink()
+    for verb in ("check", "apply", "list", "fingerprint"):
+        error = toy.refuse("series", verb)
+        assert "a listed patch does not exist" in error
+        assert NAMES[1] in error
+
+
+def test_a_patch_listed_twice_is_refused(toy: Toy) -> None:
+    with (toy.patches / "series").open("a") as file:
+        file.write(f"{NAMES[0]}\n")
+    for verb in ("check", "apply"):
+        assert "a patch is listed twice" in toy.refuse("series", verb)
+
+
+def test_a_name_that_leaves_the_directory_is_refused(toy: Toy) -> None:
+    with (toy.patches / "series").open("a") as file:
+        file.write("../outside.patch\n")
+    assert "not that of a patch beside it" in toy.refuse("series", "apply")
+
+
+def test_a_patch_not_in_the_series_is_refused(toy: Toy) -> None:
+    (toy.patches / "stray.patch").write_text("")
+    error = toy.refuse("series", "check")
+    assert "a patch is not in the series" in error
+    assert "stray.patch" in error
+
+
+def test_no_series_file_is_told(toy: Toy) -> None:
+    (toy.patches / "series").unlink()
+    assert "there is no series file" in toy.refuse("series", "check")
+
+
+def test_an_export_cut_off_by_force_tells_where_the_old_series_is(toy: Toy) -> None:
+    aside = toy.root / ".patches-old-x"
+    toy.patches.rename(aside)
+    assert f"mv {aside} {toy.patches}" in toy.refuse("series", "check")
+
+
+def test_the_list_shows_tags_status_and_counts(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    row = next(line for line in toy.do("series", "list").splitlines() if NAMES[0] in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == [NAMES[0], "[Core] Count rows", "Pending", "1", "1", "1"]
+
+
+def test_the_fingerprint_changes_with_a_byte_with_the_order_and_with_the_pin(toy: Toy) -> None:
+    seen = {toy.do("series", "fingerprint")}
+    assert toy.do("series", "fingerprint") in seen
+    series = toy.patches / "series"
+    series.write_text("".join(f"{name}\n" for name in reversed(NAMES)))
+    seen.add(toy.do("series", "fingerprint"))
+    toy.edit_patch(NAMES[0], "Count rows", "Count Rows")
+    seen.add(toy.do("series", "fingerprint"))
+    pin = toy.root / "upstream.toml"
+    line = next(line for line in pin.read_text().splitlines() if line.startswith("sha256"))
+    pin.write_text(pin.read_text().replace(line, f'sha256 = "{"0" * 64}"', 1))
+    seen.add(toy.do("series", "fingerprint"))
+    assert len(seen) == 4
+
+
+def test_a_comment_does_not_change_the_fingerprint(toy: Toy) -> None:
+    before = toy.do("series", "fingerprint")
+    with (toy.patches / "series").open("a") as file:
+        file.write("# a comment\n")
+    assert toy.do("series", "fingerprint") == before
+
+
+names = st.lists(st.from_regex(r"[a-z]{1,4}\.patch", fullmatch=True), unique=True)
+lines = st.lists(st.from_regex(r"( ?#[ a-z]*|[a-z]{1,4}\.patch( #x)?|)", fullmatch=True))
+
+
+@given(names, lines)
+def test_a_rendered_series_lists_the_names_whatever_stood_there(
+    wanted: list[str], old: list[str]
+) -> None:
+    text = render_series(wanted, "\n".join(old))
+    assert parse_series(text) == wanted
+    assert render_series(wanted, text) == text
+
+
+@given(st.text())
+def test_a_slug_is_a_safe_file_name(subject: str) -> None:
+    name = slug(subject)
+    assert not leaves_tree(f"{name}.patch")
+    assert name == name.strip("-").lower()
+    assert parse_series(f"{name}.patch") == [f"{name}.patch"]
+
+
+@given(st.text(alphabet=st.characters(blacklist_characters="[]\n\r")))
+def test_a_status_is_read_as_it_is_written(argument: str) -> None:
+    parsed = parse_status(f"Upstream-Status: Denied [{argument}]")
+    assert parsed == (("Denied", argument) if argument[:1].strip() else None)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point explains itself, and shows errors as a person can use them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.tools.toy import Toy
+from tools.__main__ import main, parser
+from tools.errors import FailedCommand
+from tools.git import Git
+
+VERBS = [
+    ("source", "fetch"),
+    ("series", "apply"),
+    ("series", "export"),
+    ("series", "check"),
+    ("series", "list"),
+    ("series", "fingerprint"),
+    ("wheel", "build"),
+    ("wheel", "verify"),
+]
+
+
+def help_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_the_help_of_a_verb_has_an_example_that_parses(
+    verb: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(*verb, capsys=capsys)
+    example = re.search(r"example:\n  python -m tools (.*)", text)
+    assert example
+    words = shlex.split(example[1])
+    assert tuple(words[:2]) == verb
+    parser().parse_args(words)
+
+
+def test_the_help_of_the_tools_names_every_verb_with_an_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = help_of(capsys=capsys)
+    examples = re.findall(r"python -m tools (\S+ \S+(?: \S+)*?)  ", text)
+    assert {tuple(line.split()[:2]) for line in examples} == set(VERBS)
+    for line in examples:
+        parser().parse_args(shlex.split(line))
+
+
+@pytest.mark.parametrize("room", ["source", "series", "wheel"])
+def test_the_help_of_a_room_lists_its_verbs(room: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(room, capsys=capsys)
+    for other, verb in VERBS:
+        assert (f"    {verb}" in text) == (other == room)
+
+
+def test_wrong_usage_ends_with_status_two() -> None:
+    for words in ([], ["series"], ["series", "unknown"], ["wheel", "build"]):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+
+
+def test_release_zero_cannot_be_named(toy: Toy) -> None:
+    with pytest.raises(SystemExit) as stop:
+        toy.run("wheel", "build", "--variant", "cpu", "--release", "0")
+    assert stop.value.code == 2
+
+
+def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -> None:
+    git = Git(tmp_path)
+    git.init("main")
+    with pytest.raises(FailedCommand) as failure:
+        git.run("cat-file", "-p", "no such thing")
+    lines = str(failure.value).splitlines()
+    assert lines[0] == "a command failed with exit status 128"
+    assert lines[1] == f"    $ git -C {tmp_path} cat-file -p 'no such thing'"
+    assert lines[2].startswith("    fatal: ")
+
+
+def test_a_missing_pin_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--root", str(tmp_path), "source", "fetch"]) == 1
+    assert "the pin is missing" in capsys.readouterr().err
+
+
+def test_the_root_is_the_repository_of_the_tools() -> None:
+    root = parser().parse_args(["source", "fetch"]).root
+    assert (root / "tools" / "__main__.py").is_file()
+    assert (root / "upstream.toml").is_file()

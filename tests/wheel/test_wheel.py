@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real CPU wheel: reproducible, verified, and a flipped byte is found."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.real import PROJECT, need, need_source, real_series
+from tools.apply import apply_series
+from tools.errors import Problems
+from tools.verify import verify_wheel
+from tools.wheel import Built, build_wheel, wheel_version
+
+CPU = PROJECT.pin.wheels["cpu"]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    series = real_series()
+    need_source()
+    need(CPU.file)
+    path = tmp_path_factory.mktemp("wheel") / "vllm"
+    apply_series(PROJECT, series, path)
+    return path
+
+
+def build(tree: Path, out: Path) -> Built:
+    return build_wheel(PROJECT, "cpu", tree, PROJECT.series_file, out)
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path) -> Built:
+    return build(tree, tree.parent / "one")
+
+
+def verify(tree: Path, wheel: Path) -> None:
+    verify_wheel(PROJECT, wheel, tree, PROJECT.series_file)
+
+
+def test_two_builds_give_the_same_bytes(tree: Path, built: Built, tmp_path: Path) -> None:
+    again = build(tree, tmp_path / "two")
+    assert again.path.name == built.path.name
+    assert again.path.read_bytes() == built.path.read_bytes()
+    assert hashlib.sha256(built.path.read_bytes()).hexdigest() == built.sha256
+    again.path.unlink()
+
+
+def test_the_wheel_is_base_plus_series(tree: Path, built: Built) -> None:
+    verify(tree, built.path)
+
+
+def test_the_wheel_is_vllm_of_this_release(built: Built) -> None:
+    version = wheel_version(PROJECT.pin, CPU, PROJECT.release)
+    assert built.path.name == f"vllm-{version}-{CPU.tag}.whl"
+    with zipfile.ZipFile(built.path) as wheel:
+        metadata = wheel.read(f"vllm-{version}.dist-info/METADATA").decode()
+    assert f"\nName: vllm\nVersion: {version}\n" in metadata
+    assert "+cpu" not in metadata.replace(version, "")
+
+
+@pytest.mark.parametrize("name", ["vllm/envs.py", "vllm/_C.abi3.so", "vllm/_version.py"])
+def test_a_flipped_byte_is_found(tree: Path, built: Built, tmp_path: Path, name: str) -> None:
+    data = bytearray(built.path.read_bytes())
+    with zipfile.ZipFile(built.path) as wheel:
+        info = wheel.getinfo(name)
+    # Past the local header: thirty bytes, then the name, then nothing.
+    data[info.header_offset + 30 + len(name) + info.compress_size // 2] ^= 1
+    other = tmp_path / built.path.name
+    other.write_bytes(data)
+    with pytest.raises(Problems, match=name):
+        verify(tree, other)
+    other.unlink()  # a temporary directory outlives its test by three runs
