@@ -325,8 +325,8 @@ def test_simulated_routing_is_refused_by_name(
 ) -> None:
     from vllm import envs
 
-    # An engine that started in this process before has cached every variable; a name in the module's
-    # own dictionary is found before the cache.
+    # An engine that started in this process before has cached every variable; a name in the
+    # module's own dictionary is found before the cache.
     monkeypatch.setitem(vars(envs), "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     router = make_router(CASES["softmax"], None)
     with pytest.raises(ValueError, match=r"RoutingSimulatorRouter \(layer model\.layers\.1\."):
