@@ -11,11 +11,16 @@ The CPU engine's MoE kernel chooses experts itself and never calls these. What e
 | GroupedTopKRouter | torch; the routers above where experts cannot be grouped | real |
 | CustomRoutingRouter (Llama-4, whose CPU kernel is missing: it asserts
   `not apply_router_weight_on_input`) | torch | real |
-| ZeroExpertRouter, RoutingSimulatorRouter | refused | real |
+| ZeroExpertRouter | the CUDA kernels, behind which it masks the ids of zero experts |
+  real, with stand-ins for the kernel and for the zero experts' output |
+| RoutingSimulatorRouter | refused | real |
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -309,15 +314,69 @@ def test_ids_from_256_on_take_two_bytes(bind: Callable[[Any], Any]) -> None:
     assert torch.equal(rows[:, LAYER].int(), ids)
 
 
-def test_zero_experts_are_refused_by_name(bind: Callable[[Any], Any]) -> None:
+def test_zero_experts_keep_their_ids(
+    bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import vllm.model_executor.layers.fused_moe.router.zero_expert_router as zero
+
+    monkeypatch.setattr(zero, "zero_experts_compute_triton", lambda **_: None)
+    case, bias = Case("", SOFTMAX, biased=True), torch.linspace(-0.1, 0.1, EXPERTS)
     router = make_router(
-        CASES["softmax"],
-        random_logits()[0],
+        case,
+        torch.nn.Parameter(bias),
         zero_expert_type="identity",
         num_logical_experts=EXPERTS - 2,
     )
-    with pytest.raises(ValueError, match=r"ZeroExpertRouter \(layer model\.layers\.1\."):
-        bind({LAYER: router})
+    assert type(router).__name__ == "ZeroExpertRouter"
+    capturer = bind({LAYER: router})
+    logits = random_logits()
+    # The experts' kernel gets no id of a zero expert, the rows have all.
+    assert select(router, logits).max() < EXPERTS - 2
+    assert capturer.snapshot(TOKENS).max() >= EXPERTS - 2
+    assert_chosen(capturer.snapshot(TOKENS), case, logits, bias)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "sigmoid_bias", "sqrtsoftplus_bias"])
+def test_fused_kernels_write_the_rows_themselves(name: str, bind: Callable[[Any], Any]) -> None:
+    import torch
+
+    case = CASES[name]
+    router = make_router(case, torch.zeros(case.experts) if case.biased else None)
+    capturer = bind({LAYER: router})
+    ids = select(router, random_logits())
+    assert ids.data_ptr() == capturer.buffer[LAYER].data_ptr()
+
+
+SNAPSHOT = """
+import numpy as np, torch, triton, triton.language as tl
+import vllm.triton_utils as utils
+utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
+
+for layers, top_k, experts in ((3, 4, 16), (17, 6, 300), (1, 1, 2)):
+    capturer = RoutedExpertsCapturer(layers, 40, top_k, experts, (0,), torch.device("cpu"))
+    capturer.use_triton = True
+    buffer = capturer.buffer.random_(experts).numpy()
+    for chosen in (1, 19, torch.tensor([38, 0, 7]), torch.arange(0, 40, 2)):
+        rows = capturer.snapshot(chosen).numpy()
+        index = slice(chosen) if isinstance(chosen, int) else chosen.numpy()
+        assert rows.dtype == (np.uint8 if experts <= 256 else np.uint16)
+        np.testing.assert_array_equal(rows, buffer[:, index].transpose(1, 0, 2))
+"""
+
+
+def test_snapshot_kernel_gathers_transposes_and_narrows() -> None:
+    """In Triton's interpreter; compiled in tests/gpu. A process of its own, because Triton
+    decides when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", SNAPSHOT],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_simulated_routing_is_refused_by_name(

@@ -8,6 +8,7 @@ ones is right: what is compared is the logits of the chosen experts.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ class Tap:
     """Router logits by request and position, of the last forward pass that processed it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        import vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe as oai
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -51,15 +53,24 @@ class Tap:
         self.steps: list[tuple[Any, dict[int, torch.Tensor]]] = []
         select_experts = BaseRouter.select_experts
         snapshot = GPUModelRunner._snapshot_routed_experts
+        oai_forward = oai.triton_kernel_moe_forward
+
+        def keep(capture_fn: Any, router_logits: Any) -> None:
+            if capture_fn is None:
+                return
+            layer = capture_fn.args[0]
+            if layer not in self.buffers:
+                shape = (4 * CHUNK, router_logits.shape[1])
+                self.buffers[layer] = router_logits.new_zeros(shape)
+            self.buffers[layer][: len(router_logits)] = router_logits
 
         def tapped_select(router: Any, hidden_states: Any, router_logits: Any, **kw: Any) -> Any:
-            if router.capture_fn is not None:
-                layer = router.capture_fn.args[0]
-                if layer not in self.buffers:
-                    shape = (4 * CHUNK, router_logits.shape[1])
-                    self.buffers[layer] = router_logits.new_zeros(shape)
-                self.buffers[layer][: len(router_logits)] = router_logits
+            keep(router.capture_fn, router_logits)
             return select_experts(router, hidden_states, router_logits, **kw)
+
+        def tapped_oai_forward(*, gating_output: Any, capture_fn: Any, **kw: Any) -> Any:
+            keep(capture_fn, gating_output)
+            return oai_forward(gating_output=gating_output, capture_fn=capture_fn, **kw)
 
         def tapped_snapshot(runner: Any, num_scheduled_tokens: list[int]) -> Any:
             tensors = snapshot(runner, num_scheduled_tokens)
@@ -79,6 +90,7 @@ class Tap:
             return tensors
 
         patch.setattr(BaseRouter, "select_experts", tapped_select)
+        patch.setattr(oai, "triton_kernel_moe_forward", tapped_oai_forward)
         patch.setattr(GPUModelRunner, "_snapshot_routed_experts", tapped_snapshot)
 
     def take(self) -> dict[str, dict[int, list[np.ndarray]]]:
@@ -126,10 +138,10 @@ def start(model: Path, tap: Tap) -> Iterator[Callable[..., LLM]]:
 
     running: list[LLM] = []
 
-    def make(**options: Any) -> LLM:
+    def make(path: Path = model, **options: Any) -> LLM:
         stop()
         tap.buffers.clear()
-        running.append(LLM(str(model), **{**OPTIONS, **options}))
+        running.append(LLM(str(path), **{**OPTIONS, **options}))
         return running[-1]
 
     def stop() -> None:
@@ -253,3 +265,76 @@ def test_speculative_decoding(start: Callable[..., LLM], tap: Tap) -> None:
     )
     prompts = [prompt(40 + i, 12) * 6 for i in range(4)]
     assert_true_rows(generate(llm, prompts, [True] * 4, max_tokens=64), tap)
+
+
+# gpt-oss-20b with fewer layers: its kernel wants real shapes.
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "eos_token_id": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "pad_token_id": 0,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 1024,
+}
+
+
+def test_gpt_oss_with_its_default_kernel(
+    start: Callable[..., LLM], tap: Tap, tmp_path: Path
+) -> None:
+    """The kernel selects the experts itself, and hides them in v0.20.2."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    llm = start(tmp_path, load_format="dummy", skip_tokenizer_init=True)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    for layer in runner.get_model().model.layers:
+        # Weights of the dummy format send every token the same way.
+        layer.mlp.router.weight.data.normal_(std=0.5)
+        experts = layer.mlp.experts.quant_method
+        assert experts.is_monolithic
+    outputs = mixed_batch(llm)
+    assert_true_rows(outputs, tap)
+    used = np.unique(outputs[3].outputs[0].routed_experts[:, 0])
+    assert len(used) > 16
+
+
+def test_rows_after_sleep_and_new_weights(start: Callable[..., LLM], tap: Tap) -> None:
+    llm = start(enable_sleep_mode=True)
+    assert_true_rows(mixed_batch(llm), tap)
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert_true_rows(mixed_batch(llm), tap)
+    llm.collective_rpc("reload_weights")
+    assert llm.reset_prefix_cache()
+    assert_true_rows(mixed_batch(llm), tap)
