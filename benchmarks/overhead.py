@@ -140,7 +140,6 @@ def main() -> int:
         "seconds": seconds,
         "minimum": {p: {m: min(v) for m, v in s.items()} for p, s in seconds.items()},
         "median": {p: {m: statistics.median(v) for m, v in s.items()} for p, s in seconds.items()},
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated(),
     }
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({"minimum": record["minimum"], "median": record["median"]}, indent=1))
