@@ -24,6 +24,15 @@ from examples.demo.report import LayerUse
 INK, SOFT, FAINT, PAPER = "#1f2933", "#66727f", "#e7ebef", "#ffffff"
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#56B4E9", "#E69F00")
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": SOFT,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+}
 CLOSE_UP = 26  # tokens whose text is shown
 
 
@@ -60,22 +69,13 @@ def draw(
         top_k: experts per token and layer.
         verdict: one line for the subtitle.
     """
-    style = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": SOFT,
-        "xtick.color": SOFT,
-        "ytick.color": SOFT,
-    }
     layers, experts = len(uses), len(uses[0].counts)
     width, left, right = 15.0, 0.065, 0.975
     # Heights in inches, from the top: title, heat map, strips, close-up; gaps between.
     title, heat, strips, close = 1.35, 0.56 * layers, 1.5 * layers, 0.57 * layers
     gap, foot = 1.15, 0.3
     height = title + heat + gap + strips + gap + close + foot
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), dpi=120, facecolor=PAPER)
 
         def axes(top: float, tall: float) -> Axes:

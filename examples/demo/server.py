@@ -9,10 +9,7 @@ The `vllm` is the one that `sys.executable` finds: PYTHONPATH selects another.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -29,17 +26,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from examples.trainer.client import Rows, decode_rows
 
 KEEPER = Path(__file__).with_name("keeper.py")
 
 # How vLLM begins a log line: which process, then level, time and place.
 _SPEAKER = re.compile(r"^\([^)]*\) ")
 _LEVEL = re.compile(r"^[A-Z]+ \d\d-\d\d [\d:]+ \[[^]]*\] ?")
-
-# (rows, layers, top-k): the experts that tokens chose.
-Rows = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
 # Called while waiting, about ten times a second, with the seconds so far and the log's
 # last line.
@@ -335,35 +328,6 @@ def read_answer(prompt: Sequence[int], reply: Mapping[str, Any]) -> Answer:
             f"returned tokens from position {start} make {wanted}"
         )
     return Answer(tuple(prompt), token_ids, rows, start, layers)
-
-
-def decode_rows(text: str) -> Rows:
-    """Decode `routed_experts`: base64 of a `.npy`.
-
-    Args:
-        text: the field's value.
-
-    Returns:
-        (rows, layers, top-k) array, uint8 or uint16.
-
-    Raises:
-        ValueError: not base64, not a `.npy`, pickled, or of another shape or dtype.
-    """
-    try:
-        data = base64.b64decode(text, validate=True)
-    except binascii.Error as e:
-        raise ValueError(f"routed_experts is not base64: {e}") from e
-    stream = io.BytesIO(data)
-    # Never pickle: it would run what a server sends. `numpy.load` would also take archives.
-    rows = np.lib.format.read_array(stream, allow_pickle=False)
-    if stream.read(1):
-        raise ValueError("routed_experts has bytes after its array")
-    if rows.ndim != 3 or rows.dtype not in (np.uint8, np.uint16):
-        raise ValueError(
-            f"routed_experts is {rows.dtype} of shape {rows.shape}; "
-            f"wanted uint8 or uint16 with three axes"
-        )
-    return rows
 
 
 # Loopback needs no proxy, whatever the environment says.
