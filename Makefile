@@ -59,6 +59,10 @@ demo-corrupt: $(INSTALLED) ## The demo with one captured id flipped: must fail
 demo-pristine: $(PRISTINE) ## The demo on vLLM without the series: must fail
 	@exec env PYTHONPATH="$(CURDIR)/build/pristine/site" $(PY) -m examples.demo --pristine
 
+.PHONY: replay
+replay: $(INSTALLED) ## Replay the server's routes in a trainer: its log-probs with and without
+	@exec $(PY) -m examples.trainer
+
 ##@ Test
 
 .PHONY: test

@@ -212,6 +212,7 @@ def make_checkpoint(
     *,
     seed: int = 0,
     router_std: float | None = None,
+    dtype: str | None = None,
     **overrides: Any,
 ) -> Path:
     """Make a random checkpoint at `path`, or reuse the one there if it is the same.
@@ -222,6 +223,7 @@ def make_checkpoint(
         family: a key of `FAMILIES`.
         seed: of all weights.
         router_std: standard deviation of the routers' weights instead of the family's.
+        dtype: of the saved weights instead of the family's.
         **overrides: fields of the family's configuration class, for example
             `mlp_only_layers=[1]` for a dense layer in Qwen3-MoE.
 
@@ -241,7 +243,7 @@ def make_checkpoint(
         "family": family,
         "seed": seed,
         "router_std": spec.router_std if router_std is None else router_std,
-        "dtype": spec.dtype,
+        "dtype": dtype or spec.dtype,
         "config": {**COMMON, **spec.settings, **overrides},
         "text": hashlib.sha256("".join(text.corpus()).encode()).hexdigest(),
         # Another torch may draw other numbers, another transformers other field names.

@@ -12,9 +12,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from examples.demo import oracle
-from examples.demo.server import Answer, Server, decode_rows, read_answer
+from examples.demo.server import Answer, Server, read_answer
+from examples.trainer import client, mismatch
+from examples.trainer.client import decode_rows
 from tests.behaviour.conftest import CHUNK, random_prompt
 
 
@@ -145,3 +149,29 @@ def test_request_may_decline(server: Server) -> None:
     body = request(server, random_prompt(8, 20), extra_args={"return_routed_experts": False})
     (choice,) = server.post("/inference/v1/generate", body)["choices"]
     assert not [name for name in choice if "experts" in name or "moe" in name]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_trainer_client_gets_true_rows_and_logprobs(
+    server: Server, model: Path, is_stream: bool
+) -> None:
+    prompt = random_prompt(9, 60)
+    params = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 9, "ignore_eos": True}
+    completions = client.generate(
+        server.url, prompt, {**params, "logprobs": 0}, start=10, stream=is_stream
+    )
+    assert len(completions) == 3
+    for c in completions:
+        assert_true_answer(model, Answer(c.prompt, c.token_ids, c.rows, c.start, c.moe_layers))
+        assert c.start == 10
+        assert c.finish_reason == "length"
+    trainer = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for replayed in (False, True):
+        found = mismatch.measure(trainer, completions, replayed=replayed)
+        assert len(found.deltas) == 27
+        assert found.deltas == pytest.approx(0, abs=1e-4)
+
+
+def test_trainer_client_tells_the_servers_refusal(server: Server) -> None:
+    with pytest.raises(client.RoutedExpertsError, match=r"answered 400: .*integer from 0 to 20"):
+        client.generate(server.url, random_prompt(10, 20), {"max_tokens": 2}, start=21)

@@ -1,0 +1,675 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's client checks what it reads; replay makes a model take the given experts.
+
+No engine: answers are made here, and models are those of `transformers`. With a server:
+test_server.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from examples.demo.checkpoint import FAMILIES
+from examples.demo.oracle import route
+from examples.trainer import client, mismatch, report
+from examples.trainer.client import Completion, RoutedExpertsError, decode_rows, join
+from examples.trainer.replay import OWN, ReplayError, pad_routes, replay
+
+PROMPT, SAMPLED = [5, 6, 7, 8], [9, 10, 11]
+LAYERS, TOP_K = 3, 2
+MOE_LAYERS = [0, 2]
+
+
+def encode(array: np.ndarray, save: Callable[..., None] = np.save) -> str:
+    file = io.BytesIO()
+    save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def make_rows(count: int, dtype: type = np.uint8) -> np.ndarray:
+    """Rows whose values tell their position; the dense layer is zero."""
+    rows = np.zeros((count, LAYERS, TOP_K), dtype)
+    for layer in MOE_LAYERS:
+        rows[:, layer] = np.arange(count)[:, None] * 10 + [layer + 1, layer + 2]
+    return rows
+
+
+def make_choice(rows: np.ndarray, **changes: Any) -> dict[str, Any]:
+    return {
+        "index": 0,
+        "token_ids": SAMPLED,
+        "finish_reason": "length",
+        "routed_experts": encode(rows),
+        "routed_experts_start": 0,
+        "moe_layers": MOE_LAYERS,
+        "logprobs": {"content": [{"token": "", "logprob": -i / 4} for i in range(len(SAMPLED))]},
+        **changes,
+    }
+
+
+def read(choice: dict[str, Any]) -> Completion:
+    (completion,) = join(PROMPT, [{"choices": [choice]}])
+    return completion
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_rows_are_decoded_with_shape_and_dtype(dtype: type) -> None:
+    rows = make_rows(6, dtype)
+    decoded = decode_rows(encode(rows))
+    assert decoded.dtype == dtype
+    np.testing.assert_array_equal(decoded, rows)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "not base64!",
+        base64.b64encode(b"no array").decode(),
+        base64.b64encode(pickle.dumps([1, 2])).decode(),
+        encode(np.array([[[{}]]], dtype=object)),
+        encode(make_rows(6), np.savez),
+        encode(make_rows(6))[:-8],
+        base64.b64encode(base64.b64decode(encode(make_rows(6))) + b"\0").decode(),
+        encode(make_rows(6).astype(np.int32)),
+        encode(make_rows(6).astype(">u2")),
+        encode(make_rows(6)[0]),
+        "",
+    ],
+    ids=[
+        *("no base64", "no file", "pickle", "objects", "archive", "cut short", "more"),
+        *("int32", "big-endian", "two axes", "empty"),
+    ],
+)
+def test_anything_but_an_array_of_small_ids_is_an_error(value: str) -> None:
+    with pytest.raises(RoutedExpertsError, match=r"^routed_experts is ") as error:
+        decode_rows(value)
+    assert "\n" not in str(error.value)
+
+
+def test_answer_is_read_with_all_its_fields() -> None:
+    completion = read(make_choice(make_rows(6)))
+    np.testing.assert_array_equal(completion.rows, make_rows(6))
+    assert completion == replace(completion, prompt=(5, 6, 7, 8), token_ids=(9, 10, 11))
+    assert completion.logprobs == (0.0, -0.25, -0.5)
+    assert completion.start == 0
+    assert completion.moe_layers == (0, 2)
+    assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("start", "prompt_rows"), [(0, 4), (3, 1), (4, 0), (5, 0)])
+def test_rows_are_split_where_the_prompt_ends(start: int, prompt_rows: int) -> None:
+    rows = make_rows(8)[start:]
+    choice = make_choice(rows, routed_experts_start=start, token_ids=[9] * 5, logprobs=None)
+    completion = read(choice)
+    np.testing.assert_array_equal(completion.prompt_rows, rows[:prompt_rows])
+    np.testing.assert_array_equal(completion.generation_rows, rows[prompt_rows:])
+
+
+def test_layers_are_those_that_route() -> None:
+    by_layer = read(make_choice(make_rows(6))).by_layer()
+    assert list(by_layer) == MOE_LAYERS
+    for layer, rows in by_layer.items():
+        np.testing.assert_array_equal(rows, make_rows(6)[:, layer])
+
+
+def test_chunks_of_a_stream_join_to_the_whole_answer() -> None:
+    rows = make_rows(6)
+    chunks = []
+    for count in range(1, len(SAMPLED) + 1):
+        span = slice(0 if count == 1 else count + 2, count + 3)
+        for index in (1, 0):
+            chunk = make_choice(
+                rows[span] + index * (rows[span] > 0).astype(np.uint8),
+                index=index,
+                token_ids=SAMPLED[count - 1 : count],
+                routed_experts_start=span.start,
+                logprobs=None,
+                finish_reason="length" if count == len(SAMPLED) else None,
+            )
+            chunks.append({"choices": [chunk]})
+    # A chunk with no choice (usage), and a choice without anything new.
+    chunks[2:2] = [
+        {"choices": []},
+        {"choices": [{"index": 0, "token_ids": [], "finish_reason": None}]},
+    ]
+    completions = join(PROMPT, chunks)
+    for index, completion in enumerate(completions):
+        whole = read(make_choice(rows + index * (rows > 0).astype(np.uint8), logprobs=None))
+        np.testing.assert_array_equal(completion.rows, whole.rows)
+        assert replace(completion, rows=whole.rows) == whole
+    assert len(completions) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"routed_experts": None}, "has no routed_experts"),
+        ({"routed_experts": encode(make_rows(5))}, "5 rows; 4 prompt and 3 sampled .* make 6"),
+        ({"routed_experts": encode(make_rows(7))}, "7 rows; 4 prompt and 3 sampled .* make 6"),
+        ({"routed_experts_start": 1}, "6 rows; .* from position 1 make 5"),
+        (
+            {"routed_experts_start": -1, "routed_experts": encode(make_rows(7))},
+            "position -1 make 7",
+        ),
+        ({"routed_experts_start": "0"}, "cannot be read"),
+        ({"moe_layers": []}, r"moe_layers is \[\]"),
+        ({"moe_layers": [2, 0]}, r"moe_layers is \[2, 0\]"),
+        ({"moe_layers": [0, 0, 2]}, r"moe_layers is \[0, 0, 2\]"),
+        ({"moe_layers": [0, 3]}, "below 3"),
+        ({"moe_layers": [-1, 0]}, r"moe_layers is \[-1, 0\]"),
+        ({"moe_layers": [0]}, r"that moe_layers \[0\] leaves out"),
+        ({"moe_layers": None}, "moe_layers"),
+        ({"logprobs": {"content": []}, "token_ids": None}, "6 rows; 4 prompt and 0 sampled"),
+        ({"logprobs": {"content": [{"logprob": 0.0}]}}, "3 tokens but 1 log-probs"),
+    ],
+    ids=str,
+)
+def test_answer_without_the_rows_it_owes_is_an_error(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RoutedExpertsError, match=told):
+        read(make_choice(make_rows(6), **changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("routed_experts_start", 4),
+        ("routed_experts_start", 6),
+        ("moe_layers", [0]),
+        ("routed_experts", encode(make_rows(2)[..., :1])),
+        ("routed_experts", encode(make_rows(2, np.uint16))),
+    ],
+)
+def test_chunks_that_do_not_join_are_an_error(field: str, value: Any) -> None:
+    first = make_choice(make_rows(5), token_ids=SAMPLED[:1], logprobs=None)
+    second = make_choice(
+        make_rows(7)[5:], token_ids=SAMPLED[1:], logprobs=None, routed_experts_start=5
+    )
+    chunks = [{"choices": [first]}, {"choices": [second | {field: value}]}]
+    with pytest.raises(RoutedExpertsError, match=r"wanted|do not join"):
+        join(PROMPT, chunks)
+
+
+def test_aborted_answer_may_have_fewer_rows() -> None:
+    choice = make_choice(make_rows(5), finish_reason="abort")
+    assert len(read(choice).rows) == 5
+    with pytest.raises(RoutedExpertsError, match="7 rows"):
+        read({**choice, "routed_experts": encode(make_rows(7))})
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that gives one answer to everything; its address and what it was sent."""
+    sent: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            sent.append({"path": self.path, **json.loads(self.rfile.read(length))})
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", sent
+        finally:
+            server.shutdown()
+
+
+def test_request_asks_for_rows_from_a_start() -> None:
+    choice = make_choice(make_rows(6)[2:], routed_experts_start=2)
+    with answering(200, json.dumps({"choices": [choice]}).encode()) as (url, sent):
+        params = {"max_tokens": 3, "extra_args": {"other": 1}}
+        (completion,) = client.generate(url, PROMPT, params, start=2)
+    assert completion.start == 2
+    assert sent == [
+        {
+            "path": "/inference/v1/generate",
+            "token_ids": PROMPT,
+            "stream": False,
+            "sampling_params": {
+                "max_tokens": 3,
+                "extra_args": {
+                    "other": 1,
+                    "return_routed_experts": True,
+                    "routed_experts_prompt_start": 2,
+                },
+            },
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "stream", "told"),
+    [
+        (400, b'{"error": "max_tokens is -1"}', False, "answered 400: .*max_tokens is -1"),
+        (200, b"<html>", False, "no answer that can be read"),
+        (200, b'{"choices"', True, "no answer that can be read"),
+        (200, b'data: {"choices": []}\n\n', True, "the stream broke off"),
+        (200, b'data: {"error": {"message": "gone"}}\n\ndata: [DONE]\n\n', True, "gone"),
+        (200, b'{"choices": []}', False, "has 0 choices; wanted 1"),
+        (200, b"[]", False, "cannot be read"),
+    ],
+)
+def test_every_bad_answer_is_told_in_one_sentence(
+    status: int, body: bytes, stream: bool, told: str
+) -> None:
+    with answering(status, body) as (url, _), pytest.raises(RoutedExpertsError, match=told):
+        client.generate(url, PROMPT, {}, stream=stream)
+
+
+@pytest.mark.parametrize(
+    ("n", "start", "told"), [(2, 0, "has 1 choices; wanted 2"), (1, 3, "start at position 2")]
+)
+def test_answer_to_another_question_is_an_error(n: int, start: int, told: str) -> None:
+    choice = make_choice(make_rows(6)[2:], routed_experts_start=2)
+    with (
+        answering(200, json.dumps({"choices": [choice]}).encode()) as (url, _),
+        pytest.raises(RoutedExpertsError, match=told),
+    ):
+        client.generate(url, PROMPT, {"n": n}, start=start)
+
+
+def test_server_that_is_not_there_is_told() -> None:
+    with pytest.raises(RoutedExpertsError, match="Connection refused"):
+        client.generate("http://127.0.0.1:9", PROMPT, {})
+
+
+# Replay.
+
+
+@pytest.fixture(scope="module")
+def load(checkpoint: Callable[..., Path]) -> Callable[..., Any]:
+    def load(family: str = "qwen3_moe", **overrides: Any) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint(family, **overrides), dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    return load
+
+
+def batch(sequences: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).integers(4, 700, (sequences, length)))
+
+
+def top_ks(model: Any, family: str) -> list[int]:
+    top_k = getattr(model.config, FAMILIES[family].top_k)
+    return top_k if isinstance(top_k, list) else [top_k] * model.config.num_hidden_layers
+
+
+def moe_blocks(model: Any, family: str) -> dict[int, Any]:
+    """The MoE block of each decoder layer that has one."""
+    spec = FAMILIES[family]
+    blocks = {}
+    for index, layer in enumerate(model.model.layers):
+        block = getattr(layer, spec.router.partition(".")[0])
+        if hasattr(block, "experts"):
+            blocks[index] = block
+    return blocks
+
+
+def random_routes(model: Any, family: str, tokens: torch.Tensor) -> torch.Tensor:
+    """A random set of experts for every token and layer; a layer that takes fewer than the
+    widest repeats its last."""
+    ks, rng = top_ks(model, family), np.random.default_rng(1)
+    experts = getattr(model.config, FAMILIES[family].experts)
+    routes = torch.zeros(*tokens.shape, len(ks), max(ks), dtype=torch.int64)
+    for *at, layer in np.ndindex(*routes.shape[:3]):
+        ids = rng.permutation(experts)[: ks[layer]]
+        routes[(*at, layer)] = torch.from_numpy(np.pad(ids, (0, max(ks) - len(ids)), "edge"))
+    return routes
+
+
+@contextmanager
+def watching(blocks: dict[int, Any]) -> Iterator[dict[int, list[set[int]]]]:
+    """By layer and token, which experts were fed the token's hidden state: read off the
+    experts' inputs, whatever the router said."""
+    used: dict[int, list[set[int]]] = {}
+    hidden: dict[int, torch.Tensor] = {}
+    handles = []
+
+    def at_block(layer: int, inputs: tuple[Any, ...]) -> None:
+        hidden[layer] = inputs[0].flatten(0, -2)
+        used[layer] = [set() for _ in hidden[layer]]
+
+    def at_expert(layer: int, expert: int, fed: torch.Tensor) -> None:
+        same = (hidden[layer][:, None] == fed[None]).all(dim=-1)  # (tokens, fed)
+        assert (same.sum(dim=0) == 1).all(), "hidden states must tell the tokens apart"
+        for token in same.any(dim=1).nonzero().flatten().tolist():
+            used[layer][token].add(expert)
+
+    def at_experts(layer: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # All experts in one module, which gives an expert's output weight where it is fed.
+        for token, weights in enumerate(kwargs["routing_weights"]):
+            used[layer][token] = set(weights.nonzero().flatten().tolist())
+
+    for layer, block in blocks.items():
+        handles.append(block.register_forward_pre_hook(lambda _, i, n=layer: at_block(n, i)))
+        if isinstance(block.experts, torch.nn.ModuleList):
+            for expert, module in enumerate(block.experts):
+                handles.append(
+                    module.register_forward_pre_hook(
+                        lambda _, i, n=layer, e=expert: at_expert(n, e, i[0].flatten(0, -2))
+                    )
+                )
+        else:
+            handles.append(
+                block.experts.register_forward_pre_hook(
+                    lambda _, i, kw, n=layer: at_experts(n, i, kw), with_kwargs=True
+                )
+            )
+    try:
+        yield used
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_experts_that_work_are_the_given_ones(load: Callable[..., Any], family: str) -> None:
+    model, tokens = load(family), batch()
+    blocks = moe_blocks(model, family)
+    routes = random_routes(model, family, tokens)
+    with watching(blocks) as used, replay(model, routes, list(blocks)):
+        model(tokens, use_cache=False)
+    assert used
+    for layer, sets in used.items():
+        given = routes[:, :, layer].flatten(0, 1).tolist()
+        assert sets == [set(ids) for ids in given]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_own_routes_replayed_change_no_bit(load: Callable[..., Any], family: str) -> None:
+    model, tokens = load(family), batch()
+    layers = list(moe_blocks(model, family))
+    plain = model(tokens, use_cache=False).logits
+    ks = top_ks(model, family)
+    routes = torch.full((*tokens.shape, len(ks), max(ks)), OWN)
+    with replay(model, routes, layers) as own:
+        assert torch.equal(model(tokens, use_cache=False).logits, plain)
+    for layer in layers:
+        ids = own[layer].view(*tokens.shape, -1)
+        routes[:, :, layer] = F.pad(ids.sort().values, (0, max(ks) - ids.shape[-1]))
+    with replay(model, routes, layers):
+        assert torch.equal(model(tokens, use_cache=False).logits, plain)
+
+
+@torch.inference_mode()
+def test_order_within_a_row_means_nothing(load: Callable[..., Any]) -> None:
+    model, tokens = load(), batch()
+    routes = random_routes(model, "qwen3_moe", tokens)
+    logits = []
+    for given in (routes, routes.flip(-1)):
+        with replay(model, given, range(4)):
+            logits.append(model(tokens, use_cache=False).logits)
+    torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize(("family", "renormalised"), [("qwen3_moe", True), ("olmoe", False)])
+@torch.inference_mode()
+def test_weights_are_the_models_own_for_the_given_experts(
+    load: Callable[..., Any], family: str, renormalised: bool
+) -> None:
+    model, tokens = load(family), batch()
+    routes = random_routes(model, family, tokens)
+    block = moe_blocks(model, family)[2]
+    seen: dict[str, torch.Tensor] = {}
+    block.register_forward_hook(lambda _, i, o: seen.update(x=i[0].flatten(0, 1), y=o[0]))
+    with replay(model, routes, range(4)):
+        model(tokens, use_cache=False)
+    scores = block.gate(seen["x"]).softmax(dim=-1)
+    for token, ids in enumerate(routes[:, :, 2].flatten(0, 1)):
+        weights = scores[token, ids]
+        if renormalised:
+            weights = weights / weights.sum()
+        outputs = torch.stack([block.experts[int(e)](seen["x"][token]) for e in ids])
+        torch.testing.assert_close(seen["y"].flatten(0, 1)[token], weights @ outputs)
+
+
+@torch.inference_mode()
+def test_token_without_a_row_is_routed_by_the_model(load: Callable[..., Any]) -> None:
+    model, tokens = load(), batch()
+    blocks = moe_blocks(model, "qwen3_moe")
+    routes = random_routes(model, "qwen3_moe", tokens)
+    routes[0, -1] = routes[1, :5] = OWN
+    with watching(blocks) as used, replay(model, routes, range(4)) as own:
+        model(tokens, use_cache=False)
+    without = (routes[:, :, 0, 0] == OWN).flatten()
+    for layer in blocks:
+        for token in range(tokens.numel()):
+            given = (
+                own[layer][token] if without[token] else routes[:, :, layer].flatten(0, 1)[token]
+            )
+            assert used[layer][token] == set(given.tolist())
+
+
+@torch.inference_mode()
+def test_dense_layer_is_left_alone(load: Callable[..., Any]) -> None:
+    model, tokens = load(mlp_only_layers=[1]), batch()
+    routes = random_routes(model, "qwen3_moe", tokens)
+    routes[:, :, 1] = 0
+    with replay(model, routes, [0, 2, 3]) as own:
+        model(tokens, use_cache=False)
+    assert sorted(own) == [0, 2, 3]
+
+
+def test_routers_get_gradients_also_with_checkpointing(load: Callable[..., Any]) -> None:
+    tokens = batch()
+    gradients = []
+    for checkpointing in (False, True):
+        model = load().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with replay(model, random_routes(model, "qwen3_moe", tokens), range(4)):
+            model(tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients.append(
+            [block.gate.weight.grad for block in moe_blocks(model, "qwen3_moe").values()]
+        )
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert plain.abs().max() > 0
+        torch.testing.assert_close(plain, recomputed)
+
+
+@pytest.mark.parametrize(
+    ("change", "moe_layers", "told"),
+    [
+        (lambda r: r[0], range(4), "wanted integers of shape"),
+        (lambda r: r[:, :, :3], range(4), "wanted integers of shape"),
+        (lambda r: r.float(), range(4), "wanted integers of shape"),
+        (lambda r: r.clone().fill_(16), range(4), "none of 16"),
+        (lambda r: r - 2 * (r == 0), range(4), "none of 16"),
+        (lambda r: r.index_fill(3, torch.tensor([1]), OWN), range(4), "some experts given"),
+        (lambda r: r, [0, 1, 2, 3, 4], "there are 4 layers"),
+        (lambda r: r, [0, 1, 3], "layer 2 chose experts by torch.topk 1 times"),
+        (lambda r: torch.zeros_like(r), range(4), "layer 0 twice"),
+        (lambda r: r[:, :-1], range(4), "4 experts for each of 24 tokens; .* 4 for each of 22"),
+        (lambda r: r[..., :3], range(4), "takes 4 experts .* have 3 for each"),
+    ],
+)
+@torch.inference_mode()
+def test_routes_that_do_not_fit_are_an_error(
+    load: Callable[..., Any], change: Callable[[torch.Tensor], Any], moe_layers: Any, told: str
+) -> None:
+    model, tokens = load(), batch()
+    plain = model(tokens, use_cache=False).logits
+    routes = change(random_routes(model, "qwen3_moe", tokens))
+    with pytest.raises(ReplayError, match=told), replay(model, routes, moe_layers):
+        model(tokens, use_cache=False)
+    # The model is itself again.
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+    assert torch.equal(model(tokens, use_cache=False).logits, plain)
+
+
+@torch.inference_mode()
+def test_layer_that_does_not_route_cannot_be_replayed(load: Callable[..., Any]) -> None:
+    model, tokens = load(mlp_only_layers=[1]), batch()
+    routes = random_routes(model, "qwen3_moe", tokens)
+    with (
+        pytest.raises(ReplayError, match=r"layer 1 chose experts by torch\.topk 0 times"),
+        replay(model, routes, range(4)),
+    ):
+        model(tokens, use_cache=False)
+
+
+def test_group_limited_routers_are_refused(load: Callable[..., Any]) -> None:
+    model = load("deepseek_v2")
+    model.config.topk_method = "group_limited_greedy"
+    routes = random_routes(model, "deepseek_v2", batch())
+    with pytest.raises(ReplayError, match="group_limited_greedy"), replay(model, routes, [1, 2, 3]):
+        pass
+
+
+def test_wrapper_of_another_is_kept(load: Callable[..., Any]) -> None:
+    model, tokens = load(), batch()
+    layer = model.model.layers[0]
+    calls: list[int] = []
+    inner = layer.forward
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    layer.forward = wrapper
+    with replay(model, random_routes(model, "qwen3_moe", tokens), range(4)):
+        model(tokens, use_cache=False)
+    assert calls == [1]
+    assert layer.forward is wrapper
+
+
+def test_rows_of_a_batch_stand_at_their_positions() -> None:
+    rows = make_rows(6)
+    whole = read(make_choice(rows))
+    later = read(make_choice(rows[2:], routed_experts_start=2))
+    routes = pad_routes([whole, later], 9)
+    assert routes.shape == (2, 9, LAYERS, TOP_K)
+    np.testing.assert_array_equal(routes[0, :6], rows)
+    np.testing.assert_array_equal(routes[1, 2:6], rows[2:])
+    assert (routes[:, 6:] == OWN).all()
+    assert (routes[1, :2] == OWN).all()
+
+
+# The comparison.
+
+
+@pytest.fixture(scope="module")
+def sampled(
+    load: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> tuple[Any, list[Completion]]:
+    """A model, and completions whose rows and log-probs are its own, of unlike lengths."""
+    model, completions = load(), []
+    for prompt, tokens in ((5, batch(1, 20)[0]), (9, batch(1, 14)[0]), (1, batch(1, 17)[0])):
+        routes = route(checkpoint(), tokens.tolist())
+        with torch.inference_mode():
+            logprobs = model(tokens[None], use_cache=False).logits[0].log_softmax(dim=-1)
+        completions.append(
+            Completion(
+                prompt=tuple(tokens[:prompt].tolist()),
+                token_ids=tuple(tokens[prompt:].tolist()),
+                logprobs=tuple(
+                    float(logprobs[p - 1, tokens[p]]) for p in range(prompt, len(tokens))
+                ),
+                rows=routes.ids.transpose(1, 0, 2)[:-1].astype(np.uint8),
+                start=0,
+                moe_layers=routes.layers,
+            )
+        )
+    return model, completions
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_same_numerics_have_no_mismatch(
+    sampled: tuple[Any, list[Completion]], replayed: bool
+) -> None:
+    model, completions = sampled
+    found = mismatch.measure(model, completions, replayed=replayed)
+    assert [len(d) for d in found.delta] == [len(c.token_ids) for c in completions]
+    assert found.deltas == pytest.approx(0, abs=1e-4)
+    assert found.k3 == pytest.approx(0, abs=1e-8)
+    assert found.tokens == found.decisions == 0
+
+
+def test_decision_that_differs_is_found_where_it_is(
+    sampled: tuple[Any, list[Completion]],
+) -> None:
+    model, completions = sampled
+    rows = completions[1].rows.copy()
+    ids = rows[6, 2]
+    ids[0] = next(e for e in range(16) if e not in ids)
+    found = mismatch.measure(
+        model, [completions[0], replace(completions[1], rows=rows)], replayed=False
+    )
+    assert np.argwhere(found.differs[1]).tolist() == [[6, 2]]
+    assert not found.differs[0].any()
+
+
+def make_result(scale: float, control: float = 0.0) -> report.Result:
+    rng = np.random.default_rng(0)
+    delta = [rng.normal(size=50) for _ in range(40)]
+    differs = [np.zeros((53, 2), bool)] * 40
+    noise = [rng.normal(size=50) for _ in range(40)]
+    plain, replayed, exact = (
+        mismatch.Mismatch(values, differs)
+        for values in (delta, [scale * d for d in noise], [control * d for d in delta])
+    )
+    gain = mismatch.nearer(plain, replayed)
+    return report.Result([], 0.1, exact, plain, replayed, gain)
+
+
+def test_interval_holds_the_true_ratio() -> None:
+    gain = make_result(0.5).gain
+    assert 1.8 < gain.low < 2 < gain.high < 2.2
+
+
+def test_replay_that_is_nearer_passes() -> None:
+    assert not report.faults(make_result(0.5))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_replay_that_is_not_nearer_fails(scale: float) -> None:
+    (fault,) = report.faults(make_result(scale))
+    assert "not clearly nearer" in fault
+
+
+def test_trainer_that_is_off_in_float32_fails() -> None:
+    (fault,) = report.faults(make_result(0.5, control=0.5))
+    assert "even in float32" in fault
+
+
+@pytest.mark.slow
+def test_whole_comparison_passes_and_draws(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.trainer", "--out", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        text=True,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6,144 sampled tokens" in done.stdout
+    assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")
+    assert "times nearer" in (tmp_path / "record.md").read_text()
