@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve`: /inference/v1/generate returns the rows of its tokens."""
+"""`vllm serve`: /inference/v1/generate returns the rows of its tokens; silence counts as asking."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from examples.demo.server import Answer, Server, read_answer
 from examples.trainer import client, mismatch
 from examples.trainer.client import decode_rows
 from tests.behaviour.conftest import CHUNK, random_prompt
+
+MESSAGES = [{"role": "user", "content": "abc"}]
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +113,25 @@ def test_client_that_goes_away_disturbs_nobody(server: Server, model: Path) -> N
     assert_true_answer(model, server.generate(prompt, max_tokens=5, ignore_eos=True))
 
 
-def test_endpoints_without_the_field_answer_as_before(server: Server) -> None:
-    body = {"model": server.checkpoint, "prompt": random_prompt(6, 20), "max_tokens": 4}
-    (choice,) = server.post("/v1/completions", body)["choices"]
-    assert not [name for name in choice if "experts" in name or "moe" in name]
+@pytest.mark.parametrize(
+    ("path", "body", "counts"),
+    [
+        ("/v1/completions", {"prompt": "abc"}, True),
+        ("/v1/chat/completions", {"messages": MESSAGES}, True),
+        ("/v1/completions", {"prompt": "abc", "use_beam_search": True}, False),
+        ("/v1/chat/completions/batch", {"messages": [MESSAGES]}, False),
+        ("/v1/messages", {"messages": MESSAGES}, False),
+        ("/v1/responses", {"input": "abc", "max_output_tokens": 3}, False),
+    ],
+)
+def test_silent_request_counts_as_asking_where_the_answer_has_room(
+    server: Server, path: str, body: dict[str, Any], counts: bool
+) -> None:
+    name = "vllm:routed_experts_rows_total"
+    before = server.metric(name)
+    answer = server.post(path, {"model": server.checkpoint, "max_tokens": 3, **body})
+    assert ("routed_experts" in json.dumps(answer)) == counts
+    assert (server.metric(name) != before) == counts
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

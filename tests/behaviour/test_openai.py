@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve`: the OpenAI endpoints return the rows of those that ask, read with the client
+of the `openai` package."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from examples.demo import oracle
+from examples.demo.server import Server, decode_rows
+from tests.behaviour.conftest import BLOCK, CHUNK, random_prompt
+
+# Chunks of a stream carry this many tokens.
+INTERVAL = 2
+FIELDS = {"routed_experts", "routed_experts_start", "moe_layers"}
+ASK = {"return_token_ids": True, "vllm_xargs": {"return_routed_experts": True}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+# Answers of other endpoints have no place for rows.
+OTHERS = {
+    "/v1/responses": {"input": "abc", "max_output_tokens": 2},
+    "/v1/chat/completions/batch": {
+        "messages": [[{"role": "user", "content": "abc"}]],
+        "max_tokens": 2,
+    },
+    "/v1/completions": {"prompt": "abc", "max_tokens": 2, "use_beam_search": True, "n": 2},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_tokens": 2,
+        "use_beam_search": True,
+        "n": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--enable-return-routed-experts", "--routed-experts-opt-in"]
+    arguments += [f"--max-num-batched-tokens={CHUNK}", f"--stream-interval={INTERVAL}"]
+    arguments += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with Server(model, log=log, args=arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    # A connection that idles while the oracle runs would be closed by the server.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    http = httpx.Client(trust_env=False, timeout=120, limits=limits)
+    with openai.OpenAI(
+        base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        yield client
+
+
+@dataclass
+class Choice:
+    """One choice of an answer, whole or collected from a stream's chunks."""
+
+    prompt: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+    start: int | None = None
+    moe_layers: list[int] | None = None
+
+    def add(self, choice: Any) -> None:
+        self.prompt += getattr(choice, "prompt_token_ids", None) or []
+        self.token_ids += getattr(choice, "token_ids", None) or []
+        present = FIELDS & choice.model_extra.keys()
+        if not present:
+            return
+        assert present == FIELDS
+        if self.start is None:
+            self.start, self.moe_layers = choice.routed_experts_start, choice.moe_layers
+        assert choice.routed_experts_start == self.start + sum(map(len, self.rows))
+        assert choice.moe_layers == self.moe_layers
+        self.rows.append(decode_rows(choice.routed_experts))
+
+    def assert_true(self, model: Path, start: int = 0) -> None:
+        """Every position from `start` on but the last has the oracle's row."""
+        assert self.start == start
+        tokens = [*self.prompt, *self.token_ids]
+        rows = np.concatenate(self.rows)
+        assert len(rows) == len(tokens) - 1 - start
+        routes = oracle.route(model, tokens)
+        assert self.moe_layers == list(routes.layers)
+        comparison = oracle.compare(rows, routes, start)
+        assert comparison.agree == comparison.rows, comparison.disagreements[0]
+
+
+def collect(*parts: Any) -> dict[int, Choice]:
+    """Choices, by index, of one answer or of all chunks of a stream."""
+    choices: defaultdict[int, Choice] = defaultdict(Choice)
+    prompt: list[int] = []
+    for part in parts:
+        # A chat's prompt stands beside its choices.
+        prompt = getattr(part, "prompt_token_ids", None) or prompt
+        for choice in part.choices:
+            choices[choice.index].add(choice)
+    for choice in choices.values():
+        choice.prompt = choice.prompt or prompt
+    return dict(choices)
+
+
+def complete(
+    client: openai.OpenAI, server: Server, prompt: list[int], body: Any = ASK, **options: Any
+) -> Any:
+    return client.completions.create(
+        model=server.checkpoint,
+        prompt=prompt,
+        extra_body={"ignore_eos": True, **body},
+        **{"temperature": 0.0, **options},
+    )
+
+
+def chat(client: openai.OpenAI, server: Server, text: str, body: Any = ASK, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model=server.checkpoint,
+        messages=[{"role": "user", "content": text}],
+        extra_body={"ignore_eos": True, **body},
+        **{"temperature": 0.0, **options},
+    )
+
+
+def words(seed: int, count: int) -> str:
+    return " ".join(f"{n:x}" for n in random_prompt(seed, count))
+
+
+SAMPLED = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 7}
+
+
+def test_completion_has_true_rows(client: openai.OpenAI, server: Server, model: Path) -> None:
+    reply = complete(client, server, random_prompt(1, 2 * CHUNK + 3), **SAMPLED)
+    choices = collect(reply)
+    assert len(choices) == 2
+    for choice in choices.values():
+        choice.assert_true(model)
+
+
+def test_chat_has_true_rows(client: openai.OpenAI, server: Server, model: Path) -> None:
+    choices = collect(chat(client, server, words(2, 30), **SAMPLED))
+    assert len(choices) == 2
+    for choice in choices.values():
+        choice.assert_true(model)
+
+
+def test_every_prompt_of_a_list_has_its_rows(
+    client: openai.OpenAI, server: Server, model: Path
+) -> None:
+    prompts: Any = [random_prompt(3, 20), random_prompt(4, 90)]
+    choices = collect(complete(client, server, prompts, max_tokens=4))
+    assert [choices[i].prompt for i in (0, 1)] == prompts
+    for choice in choices.values():
+        choice.assert_true(model)
+
+
+@pytest.mark.parametrize("usage", [None, {"include_usage": True}], ids=["plain", "usage"])
+def test_streamed_completion_has_true_rows(
+    client: openai.OpenAI, server: Server, model: Path, usage: Any
+) -> None:
+    options = {**SAMPLED, "stream_options": usage}
+    chunks = list(complete(client, server, random_prompt(5, 80), stream=True, **options))
+    assert (chunks[-1].choices == []) == bool(usage)
+    choices = collect(*chunks)
+    assert len(choices) == 2
+    for choice in choices.values():
+        assert len(choice.rows) > 1
+        choice.assert_true(model)
+
+
+@pytest.mark.parametrize("usage", [None, {"include_usage": True}], ids=["plain", "usage"])
+def test_streamed_chat_has_true_rows(
+    client: openai.OpenAI, server: Server, model: Path, usage: Any
+) -> None:
+    options = {**SAMPLED, "stream_options": usage}
+    chunks = list(chat(client, server, words(6, 25), stream=True, **options))
+    assert (chunks[-1].choices == []) == bool(usage)
+    choices = collect(*chunks)
+    assert len(choices) == 2
+    for choice in choices.values():
+        assert len(choice.rows) > 1
+        choice.assert_true(model)
+
+
+def test_rows_of_text_that_is_kept_back_wait(
+    client: openai.OpenAI, server: Server, model: Path
+) -> None:
+    # Nothing of a call is streamed before the function's name is whole.
+    options = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}
+    body = {"vllm_xargs": ASK["vllm_xargs"]}
+    chunks = list(chat(client, server, words(7, 9), body, stream=True, **options))
+    (choice,) = collect(*chunks).values()
+    # Token ids in every chunk would leave no text to keep back.
+    (whole,) = collect(chat(client, server, words(7, 9), **options)).values()
+    choice.prompt, choice.token_ids = whole.prompt, whole.token_ids
+    assert len(choice.rows) < len(choice.token_ids) / INTERVAL / 2
+    choice.assert_true(model)
+
+
+def test_rows_start_where_asked(client: openai.OpenAI, server: Server, model: Path) -> None:
+    xargs = {**ASK["vllm_xargs"], "routed_experts_prompt_start": 33}
+    body = {**ASK, "vllm_xargs": xargs}
+    reply = complete(client, server, random_prompt(8, 50), body, max_tokens=3)
+    collect(reply)[0].assert_true(model, start=33)
+
+
+def test_echo_leaves_the_rows_alone(client: openai.OpenAI, server: Server, model: Path) -> None:
+    reply = complete(client, server, random_prompt(9, 20), echo=True, max_tokens=3)
+    collect(reply)[0].assert_true(model)
+
+
+def test_mixed_requests_get_exactly_what_they_asked_for(
+    client: openai.OpenAI, server: Server, model: Path
+) -> None:
+    rng = np.random.default_rng(10)
+    lengths = rng.integers((1, 1), (200, 24), size=(48, 2)).tolist()
+
+    def send(index: int) -> dict[int, Choice]:
+        body = ASK if index % 2 else {"return_token_ids": True}
+        length, max_tokens = lengths[index]
+        options = {"max_tokens": max_tokens, "stream": index % 3 == 0}
+        if index % 4 < 2:
+            prompt = random_prompt(1000 + index, length)
+            reply = complete(client, server, prompt, body, **options)
+        else:
+            reply = chat(client, server, words(1000 + index, length // 4), body, **options)
+        return collect(*reply) if options["stream"] else collect(reply)
+
+    with ThreadPoolExecutor(48) as pool:
+        for index, choices in enumerate(pool.map(send, range(48))):
+            assert len(choices[0].token_ids) == lengths[index][1]
+            if index % 2:
+                choices[0].assert_true(model)
+            else:
+                assert choices[0].rows == []
+
+
+def read_stream(server: Server, path: str, body: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    with httpx.stream("POST", server.url + path, json=body, timeout=60) as reply:
+        for line in reply.iter_lines():
+            data = line.removeprefix("data: ")
+            if data and data != "[DONE]":
+                yield json.loads(data)
+
+
+# In the pinned release's order.
+COMPLETION = ["index", "text", "logprobs", "finish_reason", "stop_reason"]
+COMPLETION_IDS = ["token_ids", "prompt_logprobs", "prompt_token_ids"]
+CHAT = ["index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids"]
+
+
+def test_silent_answer_has_the_fields_of_the_pinned_release(server: Server) -> None:
+    base = {"model": server.checkpoint, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    completion = {**base, "prompt": "abc"}
+    messages = {**base, "messages": [{"role": "user", "content": "abc"}]}
+
+    (choice,) = server.post("/v1/completions", completion)["choices"]
+    assert list(choice) == [*COMPLETION, *COMPLETION_IDS]
+    for chunk in read_stream(server, "/v1/completions", {**completion, "stream": True}):
+        assert list(chunk["choices"][0]) == [*COMPLETION, "prompt_token_ids", "token_ids"]
+
+    (choice,) = server.post("/v1/chat/completions", messages)["choices"]
+    assert list(choice) == CHAT
+    chunks = list(read_stream(server, "/v1/chat/completions", {**messages, "stream": True}))
+    for chunk in chunks[:-1]:
+        assert list(chunk["choices"][0]) in (
+            ["index", "delta", "logprobs", "finish_reason"],
+            ["index", "delta", "logprobs", "finish_reason", "token_ids"],
+        )
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_endpoint_without_rows_answers_the_silent(server: Server, path: str) -> None:
+    reply = server.post(path, {"model": server.checkpoint, **OTHERS[path]})
+    assert "routed_experts" not in json.dumps(reply)
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_endpoint_without_rows_refuses_those_that_ask(server: Server, path: str) -> None:
+    xargs = {"return_routed_experts": True}
+    body = {"model": server.checkpoint, **OTHERS[path], "vllm_xargs": xargs}
+    reply = httpx.post(server.url + path, json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "return_routed_experts is not supported by" in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "xargs",
+    [
+        {"return_routed_experts": 1.5},
+        {"return_routed_experts": ["true"]},
+        {"return_routed_experts": {}},
+        {"routed_experts_prompt_start": -1},
+        {"routed_experts_prompt_start": 21},
+        {"routed_experts_prompt_start": 2**65},
+        {"routed_experts_prompt_start": True},
+        {"routed_experts_prompt_start": "3"},
+    ],
+    ids=str,
+)
+def test_bad_argument_is_a_400_that_names_it(
+    client: openai.OpenAI, server: Server, model: Path, xargs: dict[str, Any], stream: bool
+) -> None:
+    prompt = random_prompt(11, 20)
+    with pytest.raises(openai.BadRequestError) as error:
+        complete(client, server, prompt, {"vllm_xargs": xargs}, max_tokens=2, stream=stream)
+    (name,) = xargs
+    assert error.value.param == name
+    assert name in error.value.message
+    collect(complete(client, server, prompt, max_tokens=2))[0].assert_true(model)
+
+
+# Of the checkpoint.
+LAYERS = TOP_K = 4
+COUNTERS = ("rows", "bytes", "store_hits", "store_misses", "recomputed_tokens", "store_evictions")
+
+
+def read_counters(server: Server) -> dict[str, float]:
+    labels = f'{{engine="0",model_name="{server.checkpoint}"}}'
+    lines = server.get("/metrics").splitlines()
+    samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {c: float(samples[f"vllm:routed_experts_{c}_total{labels}"]) for c in COUNTERS}
+
+
+def test_metrics_count_rows_and_store(client: openai.OpenAI, server: Server) -> None:
+    prompt = random_prompt(12, 2 * BLOCK + 6)
+
+    def count(body: dict[str, Any]) -> dict[str, float]:
+        before = read_counters(server)
+        complete(client, server, prompt, body, max_tokens=5)
+        after = read_counters(server)
+        return {name: after[name] - before[name] for name in COUNTERS if after[name] > before[name]}
+
+    rows = len(prompt) + 5 - 1
+    returned = {"rows": rows, "bytes": rows * LAYERS * TOP_K}
+    assert count({}) == {}
+    # The silent request cached two blocks without rows.
+    assert count(ASK) == {**returned, "store_misses": 2, "recomputed_tokens": 2 * BLOCK}
+    assert count(ASK) == {**returned, "store_hits": 2}
+
+
+def test_schema_describes_the_fields(server: Server) -> None:
+    schema = json.loads(server.get("/openapi.json"))
+    schemas = schema["components"]["schemas"]
+    for path in ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions"):
+        ok = schema["paths"][path]["post"]["responses"]["200"]["content"]
+        response = ok["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        choices = schemas[response]["properties"]["choices"]["items"]
+        choice = schemas[choices["$ref"].rpartition("/")[2]]
+        assert all(choice["properties"][name]["description"] for name in FIELDS)
