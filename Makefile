@@ -77,6 +77,10 @@ test-long: $(INSTALLED) ## Run the tests marked slow
 soak: $(INSTALLED) ## Ten thousand requests with random aborts: nothing may be left of them
 	@exec $(PY) -m pytest -m slow tests/behaviour/test_soak.py
 
+.PHONY: fuzz
+fuzz: $(INSTALLED) ## Send a server requests from its own schema, and hostile ones: no harm may come of them
+	@exec $(PY) -m pytest -m slow tests/behaviour/test_fuzz.py
+
 .PHONY: gpu-test
 gpu-test: $(LOCKED) ## Run the tests that need a GPU, with the vLLM that is installed
 	@exec $(PY) -m pytest tests/gpu
