@@ -314,7 +314,7 @@ GPT_OSS: dict[str, Any] = {
 def test_gpt_oss_with_its_default_kernel(
     start: Callable[..., LLM], tap: Tap, tmp_path: Path
 ) -> None:
-    """The kernel selects the experts itself, and hides them in v0.20.2."""
+    """The kernel selects the experts itself, and hides them in the pinned release."""
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
     llm = start(tmp_path, load_format="dummy", skip_tokenizer_init=True)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner

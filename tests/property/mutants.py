@@ -101,6 +101,24 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "rows of a failed load kept",
+        MANAGER,
+        "if step_number <= self._failed_steps.get(req_id, 0):",
+        "if False:",
+    ),
+    Mutant(
+        "rows of received blocks expected",
+        MANAGER,
+        "        if block_index * self.store.block_size < num_received:\n            return\n",
+        "",
+    ),
+    Mutant(
+        "external KV taken unasked",
+        MANAGER,
+        'if not params or not params.get("do_remote_prefill"):',
+        "if False:",
+    ),
+    Mutant(
         "garbage of drafts stored",
         MANAGER,
         "            builder.end = min(builder.end, num_final)\n",

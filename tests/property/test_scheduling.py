@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.routed_experts import ASK, START, get_routed_experts_start
 from vllm.v1.structured_output import StructuredOutputManager
@@ -59,6 +59,7 @@ class Setup:
     caching: bool = True
     sliding_window: bool = False
     priorities: bool = False
+    connector: bool = False
 
 
 SETUPS = {
@@ -72,6 +73,8 @@ SETUPS = {
     # A request may be preempted in the pass that has scheduled it already.
     "priorities": Setup(priorities=True),
     "no prefix cache": Setup(caching=False),
+    "KV connector": Setup(connector=True, num_blocks=40),
+    "KV connector, no prefix cache": Setup(connector=True, num_blocks=40, caching=False),
 }
 
 
@@ -110,7 +113,49 @@ def make_scheduler(setup: Setup) -> Scheduler:
         log_stats=False,
     )
     scheduler.num_lookahead_tokens = setup.drafts
+    if setup.connector:
+        scheduler.connector = Connector()
     return scheduler
+
+
+@dataclass
+class Connector:
+    """Has the KV of every other prompt, at once or a step later: of its first block when it is
+    asked for it first, of as many as may be loaded when the request comes back."""
+
+    # By request: indices of the blocks whose load the last pass began.
+    loads: dict[str, range] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    # What was found for the request that is being scheduled.
+    found: range = range(0)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int, bool]:
+        kind = int(request.request_id) % 4
+        if kind < 2:
+            return 0, False
+        # Only a load between steps may bring the whole prompt.
+        stop = (request.num_prompt_tokens - (kind == 2)) // BLOCK
+        if request.request_id not in self.asked:
+            stop = min(stop, 1 + len(self.asked) % 3)
+            self.asked.add(request.request_id)
+        self.found = range(num_computed // BLOCK, stop)
+        return len(self.found) * BLOCK, kind == 3 and len(self.found) > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external: int) -> None:
+        if num_external:
+            self.loads[request.request_id] = self.found
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> None:
+        return None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        return False, None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        pass
+
+    def take_events(self) -> tuple[()]:
+        return ()
 
 
 @dataclass
@@ -122,6 +167,10 @@ class Engine:
     requests: dict[str, Request] = field(default_factory=dict)
     handed: dict[str, list[np.ndarray]] = field(default_factory=dict)
     on_the_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
+    # Position of the first row that each client was handed.
+    starts: dict[str, int] = field(default_factory=dict)
+    # Index of the external block that the next step fails to load.
+    lose: int | None = None
 
     def __post_init__(self) -> None:
         self.scheduler = make_scheduler(self.setup)
@@ -134,6 +183,7 @@ class Engine:
         asks: bool = True,
         start: int = 0,
         salt: str | None = None,
+        remote: bool = False,
     ) -> None:
         req_id = str(len(self.requests))
         start = min(start, len(prompt))
@@ -141,7 +191,13 @@ class Engine:
             request_id=req_id,
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(
-                max_tokens=max_tokens, ignore_eos=True, extra_args={ASK: asks, START: start}
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                extra_args={
+                    ASK: asks,
+                    START: start,
+                    "kv_transfer_params": {"do_remote_prefill": remote},
+                },
             ),
             pooling_params=None,
             cache_salt=salt,
@@ -171,9 +227,44 @@ class Engine:
         if self.setup.drafts:
             self._propose(draft_is_right)
         scheduled = self.scheduler.schedule()
-        self.on_the_way.append((scheduled, self.worker.execute(scheduled)))
+        output = self.worker.execute(scheduled)
+        if self.setup.connector:
+            self._load(scheduled, output)
+        self.on_the_way.append((scheduled, output))
         while len(self.on_the_way) >= self.setup.depth:
             self.deliver()
+
+    def fail(self, block: int) -> None:
+        self.lose = block
+
+    def _load(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """What the connector did in the step; what it lost spoils the requests that use it."""
+        loads, self.scheduler.connector.loads = self.scheduler.connector.loads, {}
+        block_ids = {
+            req_id: self.scheduler.kv_cache_manager.get_block_ids(req_id)[0]
+            for req_id in {*loads, *output.req_ids}
+        }
+        lost = set()
+        if loads and self.lose is not None:
+            req_id, blocks = next(iter(loads.items()))
+            lost = {block_ids[req_id][blocks[self.lose % len(blocks)]]}
+            self.lose = None
+        output.kv_connector_output = KVConnectorOutput(
+            finished_recving={r for r in loads if r not in output.req_ids},
+            invalid_block_ids=lost,
+        )
+        first_row = 0
+        for index, req_id in enumerate(output.req_ids):
+            count = scheduled.num_scheduled_tokens[req_id]
+            computed = self.requests[req_id].num_computed_tokens - count
+            asks = output.routed_experts is not None and req_id in output.routed_experts.req_ids
+            if lost & {*block_ids[req_id][: -(-computed // BLOCK)]}:
+                if asks:
+                    output.routed_experts.rows[first_row : first_row + count] = 0xFFFF
+                if sampled := output.sampled_token_ids[index]:
+                    # The scheduler throws it away.
+                    del self.worker.tokens[req_id][-len(sampled) :]
+            first_row += count if asks else 0
 
     def _propose(self, draft_is_right: list[bool]) -> None:
         drafts = []
@@ -204,8 +295,8 @@ class Engine:
                 assert client.routed_experts is not None
                 assert client.routed_experts.moe_layers == MOE_LAYERS
                 chunks = self.handed[output.request_id]
-                start = get_routed_experts_start(self.requests[output.request_id].sampling_params)
-                assert part.start == start + sum(map(len, chunks))
+                first = self.starts.setdefault(output.request_id, part.start)
+                assert part.start == first + sum(map(len, chunks))
                 rows = client.routed_experts.rows[part.offset : part.offset + part.num_rows]
                 assert len(rows) == part.num_rows
                 # Whatever was computed before a weight update ended with it.
@@ -243,6 +334,11 @@ class Engine:
             if start is None:
                 assert len(rows) == 0
                 continue
+            asked, start = start, self.starts.get(req_id, start)
+            assert start == asked or (
+                asked < start < request.num_prompt_tokens
+                and request.kv_transfer_params["do_remote_prefill"]
+            )
             if request.status != RequestStatus.FINISHED_ABORTED:
                 assert len(rows) == len(tokens) - 1 - start
             for position, row in enumerate(rows, start):
@@ -269,6 +365,7 @@ OPERATIONS = st.one_of(
         st.sampled_from([True, True, True, False]),
         st.sampled_from([0, 0, 0, 5, 100]),
         st.sampled_from([None, None, None, "salt"]),
+        st.booleans(),
     ),
     st.tuples(st.just("group"), PROMPTS, st.integers(1, 8), st.integers(2, 3)),
     st.tuples(
@@ -283,6 +380,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("deliver")),
     st.tuples(st.just("abort"), st.integers(0, 20)),
     st.tuples(st.just("reset"), st.booleans()),
+    st.tuples(st.just("fail"), st.integers(0, 5)),
 )
 
 
@@ -295,6 +393,7 @@ def play(engine: Engine, operations: list[tuple[Any, ...]]) -> None:
         "deliver": engine.deliver,
         "abort": engine.abort,
         "reset": engine.reset,
+        "fail": engine.fail,
     }
     for name, *arguments in operations:
         actions[name](*arguments)
