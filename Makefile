@@ -89,6 +89,10 @@ gpu-test: $(LOCKED) ## Run the tests that need a GPU, with the vLLM that is inst
 mutants: $(INSTALLED) ## Break the scheduler-side code in named ways: the property test must notice each
 	@exec $(PY) -m tests.property.mutants
 
+.PHONY: upstream-tests
+upstream-tests: $(INSTALLED) $(PRISTINE) ## vLLM's own tests with and without the series: only what it touches may differ
+	@exec $(TOOLS) upstream test --out benchmarks/results/upstream-tests.md
+
 .PHONY: check
 check: lint apply ## Lint; check the series; check that exporting it changes nothing
 	$(TOOLS) series check

@@ -23,6 +23,7 @@ VERBS = [
     ("series", "fingerprint"),
     ("wheel", "build"),
     ("wheel", "verify"),
+    ("upstream", "test"),
 ]
 
 
@@ -55,7 +56,7 @@ def test_the_help_of_the_tools_names_every_verb_with_an_example(
         parser().parse_args(shlex.split(line))
 
 
-@pytest.mark.parametrize("room", ["source", "series", "wheel"])
+@pytest.mark.parametrize("room", ["source", "series", "wheel", "upstream"])
 def test_the_help_of_a_room_lists_its_verbs(room: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(room, capsys=capsys)
     for other, verb in VERBS:

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own tests on two wheels: one file at a time, and every difference by its name."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.tools.toy import Toy
+from tools import hubcache
+from tools.git import Git
+from tools.testrun import (
+    ERROR,
+    FAILED,
+    PASSED,
+    SKIPPED,
+    WHOLE_FILE,
+    Outcome,
+    read_results,
+    run_file,
+)
+from tools.upstream_tests import (
+    ADDED,
+    BROKEN,
+    CHANGED,
+    FIXED,
+    OTHER,
+    REMOVED,
+    SAME,
+    compare,
+    render,
+    touched_tests,
+    unexplained,
+)
+
+OK = Outcome(PASSED)
+BAD = Outcome(FAILED, "assert 1 == 2")
+WORSE = Outcome(FAILED, "AttributeError: no rows")
+NO_GPU = Outcome(ERROR, "RuntimeError: Found no NVIDIA driver")
+SKIP = Outcome(SKIPPED, "no model")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "untouched", "touched"),
+    [
+        (OK, OK, SAME, SAME),
+        (BAD, BAD, SAME, SAME),
+        (SKIP, SKIP, SAME, SAME),
+        (OK, BAD, BROKEN, BROKEN),
+        (BAD, OK, FIXED, CHANGED),
+        (BAD, WORSE, BROKEN, BROKEN),
+        (OK, SKIP, BROKEN, CHANGED),
+        (OK, NO_GPU, BROKEN, CHANGED),
+        (SKIP, OK, OTHER, CHANGED),
+        (OK, None, BROKEN, REMOVED),
+        (SKIP, None, OTHER, REMOVED),
+        (None, OK, OTHER, ADDED),
+        (None, NO_GPU, OTHER, ADDED),
+        (None, BAD, BROKEN, BROKEN),
+    ],
+)
+def test_a_difference_has_one_name(
+    before: Outcome | None, after: Outcome | None, untouched: str, touched: str
+) -> None:
+    pristine = {"tests/test_a.py": {"a::test[1]": before} if before else {}}
+    patched = {"tests/test_a.py": {"a::test[1]": after} if after else {}}
+    for names, verdict in ((set(), untouched), ({"test"}, touched), (None, touched)):
+        (found,) = compare(pristine, patched, {"tests/test_a.py": names})
+        assert found.verdict == verdict
+        assert bool(unexplained([found])) == (verdict in (BROKEN, FIXED, OTHER))
+
+
+def test_what_differs_from_run_to_run_is_no_difference() -> None:
+    one = Outcome(FAILED, "<Pool at 0x7f12> took 1.25 s in /tmp/a/pristine/x.py")
+    two = Outcome(FAILED, "<Pool at 0xabc0> took 31.5 s in /tmp/b/patched/x.py")
+    (found,) = compare({"f": {"t": one}}, {"f": {"t": two}}, {})
+    assert found.verdict == SAME
+
+
+SHARED = textwrap.dedent(
+    """
+    import pytest
+
+    NUMBER = 1
+
+    def helper():
+        return NUMBER
+
+    def test_one():
+        assert helper() == 1
+
+    class TestTwo:
+        def test_two(self):
+            assert helper() == 1
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("    def test_two", "    # A comment.\n    def test_two", set()),
+        ("(self):\n        assert helper() == 1", "(self):\n        assert helper()", {"test_two"}),
+        ("def test_one", "@pytest.mark.skip\ndef test_one", {"test_one"}),
+        ("def test_one", "def test_other", {"test_one", "test_other"}),
+        ("return NUMBER", "return NUMBER + 1", None),
+        ("NUMBER = 1", "NUMBER = 2", None),
+    ],
+)
+def test_touched_is_a_test_or_all_that_share_what_was_touched(
+    toy: Toy, old: str, new: str, expected: set[str] | None
+) -> None:
+    toy.do("series", "apply", "--pristine")
+    toy.commit("[Test] Share", {"tests/test_rows.py": SHARED})
+    git = Git(toy.tree)
+    git.run("update-ref", "refs/re/base", "HEAD")
+    assert old in SHARED
+    toy.commit("[Test] Touch", {"tests/test_rows.py": SHARED.replace(old, new)})
+    assert touched_tests(git) == {"tests/test_rows.py": expected}
+
+
+def test_a_new_test_file_is_the_series_own(toy: Toy) -> None:
+    toy.commit("[Test] Add", {"tests/test_new.py": SHARED, "tests/data.json": "{}"})
+    assert touched_tests(Git(toy.tree))["tests/test_new.py"] is None
+    assert "tests/data.json" not in touched_tests(Git(toy.tree))
+
+
+# --- one file -------------------------------------------------------------------------------------
+
+
+def run(tmp_path: Path, source: str, limit_s: float = 60) -> dict[str, Outcome]:
+    tree = tmp_path / "tree"
+    (tree / "tests").mkdir(parents=True, exist_ok=True)
+    (tree / "tests" / "__init__.py").touch()
+    (tree / "tests" / "test_toy.py").write_text(textwrap.dedent(source))
+    environment = {"PATH": os.defpath}
+    results = tmp_path / "results" / "test_toy.xml"
+    return run_file("tests/test_toy.py", tree, environment, results, limit_s)
+
+
+def test_every_test_of_a_file_has_its_outcome(tmp_path: Path) -> None:
+    results = run(
+        tmp_path,
+        """
+        import pytest
+
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_half(n):
+            assert n == 1, "n is two"
+
+        @pytest.fixture
+        def broken():
+            raise RuntimeError("Found no NVIDIA driver")
+
+        def test_fixture(broken): pass
+
+        def test_skipped(): pytest.skip("not here")
+        """,
+    )
+    found = {name.rpartition("::")[2]: outcome for name, outcome in results.items()}
+    assert {name: outcome.status for name, outcome in found.items()} == {
+        "test_half[1]": PASSED,
+        "test_half[2]": FAILED,
+        "test_fixture": ERROR,
+        "test_skipped": SKIPPED,
+    }
+    assert "n is two" in found["test_half[2]"].message
+    assert found["test_half[2]"].cannot_run is None
+    assert found["test_fixture"].cannot_run == "wants a CUDA device"
+    assert found["test_skipped"].reason == "not here"
+
+
+def test_a_finished_file_is_not_run_again(tmp_path: Path) -> None:
+    first = run(tmp_path, "def test(): pass")
+    assert run(tmp_path, "def test(): assert False") == first
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import os\ndef test(): os._exit(7)", "ended with status 7"),
+        ("import no_such_module\ndef test(): pass", "no_such_module"),
+    ],
+)
+def test_a_file_that_gives_no_results_is_an_error(tmp_path: Path, source: str, says: str) -> None:
+    ((name, outcome),) = run(tmp_path, source).items()
+    assert name == f"tests/test_toy.py::{WHOLE_FILE}"
+    assert outcome.status == ERROR
+    assert says in outcome.message
+
+
+def test_a_file_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    source = """
+    import pathlib, signal, subprocess
+    def test():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        pathlib.Path("child").write_text(str(child.pid))
+        child.wait()
+    """
+    ((_, outcome),) = run(tmp_path, source, limit_s=8).items()
+    assert "the limit" in outcome.message
+    child = int((tmp_path / "tree" / "child").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_an_interrupted_run_leaves_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tools.testrun._run_kept", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, "def test(): pass")
+    assert [outcome.status for outcome in run(tmp_path, "def test(): pass").values()] == [PASSED]
+
+
+def test_a_failure_is_not_hidden_by_a_second_entry(tmp_path: Path) -> None:
+    report = tmp_path / "junit.xml"
+    case = '<testcase classname="c" name="t">'
+    report.write_text(
+        f'<testsuite>{case}<failure message="no"/></testcase>{case}</testcase></testsuite>'
+    )
+    assert read_results(report)["c::t"].status == FAILED
+
+
+# --- the verb -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wheels(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    """Both wheels of the toy, installed; no repository of the hub is needed."""
+    monkeypatch.setattr(hubcache, "STAND_INS", {})
+    toy.do("series", "apply", "--pristine", "--tree", str(toy.root / "build/pristine/vllm"))
+    return toy
+
+
+def build_and_test(toy: Toy, *arguments: str) -> tuple[int, str, str]:
+    """What a person does: export, build and install both wheels, test; status, table, error."""
+    toy.do("series", "export")
+    toy.do("series", "apply")
+    build = toy.root / "build"
+    for out, tree in (("pristine/site", "pristine/vllm"), ("site", "vllm")):
+        wheels = build / f"{out}-wheels"
+        place = ("--tree", str(build / tree), "--out", str(wheels))
+        toy.do("wheel", "build", "--variant", "cpu", *place)
+        for wheel in wheels.glob("*.whl"):
+            zipfile.ZipFile(wheel).extractall(build / out)
+    table = toy.root / "table.md"
+    result = toy.run(
+        "upstream", "test", *arguments, "--installed", str(build / "site"), "--out", str(table)
+    )
+    return result.status, table.read_text(), result.err
+
+
+def test_wheels_that_agree_pass(wheels: Toy) -> None:
+    wheels.commit(
+        "[Test] Read the wheel's own file",
+        {
+            "tests/test_envs.py": "from vllm.envs import SETTING_40\n"
+            "def test_forty(): assert SETTING_40 == 40\n"
+        },
+    )
+    status, table, _ = build_and_test(wheels)
+    assert status == 0
+    assert "| `test_rows.py` | 1 / 0 / 0 / 0 | 1 / 0 / 0 / 0 | 1 | none |" in table
+    assert "| `test_envs.py` | not there | 1 / 0 / 0 / 0 | 0 | 1 added by the series |" in table
+
+
+def test_a_test_that_the_series_breaks_is_named(wheels: Toy) -> None:
+    wheels.commit("[Core] Break", {"tests/test_rows.py": "def test():\n    assert 1 == 2\n"})
+    status, table, error = build_and_test(wheels)
+    assert status == 1
+    assert "broken: tests/test_rows.py tests.test_rows::test" in error
+    assert "| `test_rows::test` | passed | failed: `assert # == #` | broken |" in table
+
+
+def test_the_table_says_why_a_test_cannot_pass_here() -> None:
+    results = {
+        "tests/test_a.py": {"tests.test_a::test[1]": NO_GPU, "tests.test_a::test[2]": NO_GPU}
+    }
+    table = render(compare(results, results, {}), ["About."])
+    assert "| `test_a.py` | 0 / 2 / 0 / 0 | 0 / 2 / 0 / 0 | 2 | none |" in table
+    assert "| `test_a::test` (2) | wants a CUDA device | `RuntimeError: Found no NVIDIA" in table
+
+
+# --- the stand-ins --------------------------------------------------------------------------------
+
+
+def test_a_stand_in_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "llava-hf/llava-1.5-7b-hf"
+    monkeypatch.setattr(hubcache, "STAND_INS", {name: hubcache.STAND_INS[name]})
+    home = hubcache.make_hub(tmp_path / "hub")
+    from transformers import AutoConfig, AutoTokenizer
+
+    offline = {"cache_dir": home / "hub", "local_files_only": True}
+    config = AutoConfig.from_pretrained(name, **offline)
+    tokenizer = AutoTokenizer.from_pretrained(name, **offline)
+    assert tokenizer("a<image>b").input_ids.count(config.image_token_index) == 1
+    assert tokenizer.decode(tokenizer("été").input_ids) == "été"
+
+
+def test_stand_ins_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubcache, "STAND_INS", {})
+    home = hubcache.make_hub(tmp_path / "hub")
+    (home / "mark").touch()
+    assert (hubcache.make_hub(home) / "mark").exists()
+    (home / "recipe").write_text("another")
+    assert not (hubcache.make_hub(home) / "mark").exists()

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face cache with stand-ins for the repositories that vLLM's tests name.
+
+A stand-in has the repository's architecture in a configuration of our own, a byte-level tokenizer
+and, where a test starts an engine, tiny random weights. Nothing of it is downloaded: with
+``HF_HUB_OFFLINE=1`` a test finds the stand-in, or fails at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+END, IMAGE, IMAGE_ID = "<|endoftext|>", "<image>", 32000
+# Every repository has one revision.
+REVISION = "0" * 40
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """One repository: ``config.json`` and what else it has."""
+
+    architecture: str
+    model_type: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    weights: bool = False
+    # Files beside configuration and tokenizer, by name.
+    files: Mapping[str, Any] = field(default_factory=dict)
+
+
+# A head of 32 is the smallest that vLLM's CPU attention takes.
+_TINY = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+    "eos_token_id": 0,
+}
+_CLIP = {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "num_hidden_layers": 24}
+_LLAVA_IMAGES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "processor_class": "LlavaProcessor",
+    "size": {"shortest_edge": _CLIP["image_size"]},
+    "crop_size": {"height": _CLIP["image_size"], "width": _CLIP["image_size"]},
+}
+
+STAND_INS: dict[str, StandIn] = {
+    "facebook/opt-125m": StandIn(
+        "OPTForCausalLM",
+        "opt",
+        # The stand-in's own ids: transformers' defaults are those of another tokenizer.
+        {"torch_dtype": "float16", "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0},
+    ),
+    "hmellor/tiny-random-LlamaForCausalLM": StandIn(
+        "LlamaForCausalLM", "llama", {**_TINY, "max_position_embeddings": 8192}, weights=True
+    ),
+    "llava-hf/llava-1.5-7b-hf": StandIn(
+        "LlavaForConditionalGeneration",
+        "llava",
+        {
+            "image_token_index": IMAGE_ID,
+            "image_seq_length": (_CLIP["image_size"] // _CLIP["patch_size"]) ** 2,
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+            "vision_config": {"model_type": "clip_vision_model", **_CLIP},
+            "text_config": {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": 32064,
+                "max_position_embeddings": 4096,
+            },
+        },
+        files={
+            "preprocessor_config.json": _LLAVA_IMAGES,
+            "processor_config.json": {
+                "processor_class": "LlavaProcessor",
+                "image_token": IMAGE,
+                "patch_size": _CLIP["patch_size"],
+                "num_additional_image_tokens": 1,
+                "vision_feature_select_strategy": "default",
+            },
+        },
+    ),
+    "meta-llama/Llama-3.2-1B": StandIn(
+        "LlamaForCausalLM", "llama", {"max_position_embeddings": 131072}
+    ),
+    "Qwen/Qwen1.5-7B": StandIn("Qwen2ForCausalLM", "qwen2", {"max_position_embeddings": 32768}),
+    "Qwen/Qwen3-0.6B": StandIn(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {**_TINY, "max_position_embeddings": 40960, "torch_dtype": "bfloat16"},
+        weights=True,
+    ),
+}
+
+
+def recipe() -> str:
+    """A digest of everything that decides what the stand-ins are."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def make_hub(home: Path) -> Path:
+    """Make the cache in ``home`` (the value for ``HF_HOME``), or leave the one of this recipe."""
+    stamp = home / "recipe"
+    if stamp.is_file() and stamp.read_text() == recipe():
+        return home
+    home.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
+    try:
+        for name, stand_in in STAND_INS.items():
+            repository = made / "hub" / f"models--{name.replace('/', '--')}"
+            snapshot = repository / "snapshots" / REVISION
+            snapshot.mkdir(parents=True)
+            (repository / "refs").mkdir()
+            (repository / "refs" / "main").write_text(REVISION)
+            _write(snapshot, stand_in)
+        (made / "recipe").write_text(recipe())
+        shutil.rmtree(home, ignore_errors=True)
+        os.replace(made, home)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return home
+
+
+def _write(snapshot: Path, stand_in: StandIn) -> None:
+    config = {
+        "architectures": [stand_in.architecture],
+        "model_type": stand_in.model_type,
+        **stand_in.config,
+    }
+    for name, content in {"config.json": config, **stand_in.files}.items():
+        (snapshot / name).write_text(json.dumps(content, indent=1) + "\n")
+    _write_tokenizer(snapshot, images="image_token_index" in stand_in.config)
+    if stand_in.weights:
+        _write_weights(snapshot)
+
+
+def _write_tokenizer(snapshot: Path, *, images: bool) -> None:
+    """A token a byte; the token of images has the id that the configuration names."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    if images:  # without gaps
+        vocabulary += [f"<unused {number}>" for number in range(len(vocabulary), IMAGE_ID)] + [
+            IMAGE
+        ]
+    numbered = {token: number for number, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(numbered, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in (END, IMAGE) if token in numbered]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(snapshot)
+
+
+def _write_weights(snapshot: Path) -> None:
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(snapshot)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(snapshot, safe_serialization=True)
