@@ -109,6 +109,99 @@ STAND_INS: dict[str, StandIn] = {
     ),
 }
 
+# Read as configurations alone, by tests/test_config.py: architecture, model type, and the fields
+# that its tests look at.
+_QUANTIZED = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+}
+_QWEN2_VL_VISION = {"model_type": "qwen2_vl", "depth": 32, "hidden_size": 1536}
+_CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {"max_position_embeddings": 131072},
+    ),
+    "distilbert/distilgpt2": ("GPT2LMHeadModel", "gpt2", {}),
+    "jason9693/Qwen2.5-1.5B-apeach": ("Qwen2ForSequenceClassification", "qwen2", {}),
+    "lmsys/longchat-13b-16k": (
+        "LlamaForCausalLM",
+        "llama",
+        {"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 8.0}},
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": ("LlamaForCausalLM", "llama", {}),
+    "meta-llama/Meta-Llama-3-8B-Instruct": (
+        "LlamaForCausalLM",
+        "llama",
+        {"max_position_embeddings": 8192, "rope_theta": 500000.0},
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.2": (
+        "MistralForCausalLM",
+        "mistral",
+        {"max_position_embeddings": 32768, "sliding_window": None},
+    ),
+    "mistralai/Mistral-7B-v0.1": (
+        "MistralForCausalLM",
+        "mistral",
+        {"max_position_embeddings": 32768, "sliding_window": 4096},
+    ),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": ("MixtralForCausalLM", "mixtral", {}),
+    "openai/whisper-small": ("WhisperForConditionalGeneration", "whisper", {}),
+    "openai/whisper-tiny": ("WhisperForConditionalGeneration", "whisper", {}),
+    "Qwen/Qwen2-VL-2B-Instruct": (
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl",
+        {
+            "vision_config": _QWEN2_VL_VISION,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        },
+    ),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("Qwen2ForCausalLM", "qwen2", {}),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": ("Qwen3NextForCausalLM", "qwen3_next", {}),
+    "RedHatAI/DeepSeek-V2.5-1210-FP8": ("DeepseekV2ForCausalLM", "deepseek_v2", _QUANTIZED),
+    "RedHatAI/gpt-oss-20b": (
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {"quantization_config": {"quant_method": "mxfp4"}},
+    ),
+    "RedHatAI/Llama-3.1-8B-Instruct-NVFP4": ("LlamaForCausalLM", "llama", _QUANTIZED),
+    "RedHatAI/Llama-3.2-1B-FP8": ("LlamaForCausalLM", "llama", _QUANTIZED),
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct": (
+        "Llama4ForConditionalGeneration",
+        "llama4",
+        {"text_config": {"model_type": "llama4_text"}},
+    ),
+    "RedHatAI/Mistral-Small-24B-Instruct-2501-quantized.w8a8": (
+        "MistralForCausalLM",
+        "mistral",
+        _QUANTIZED,
+    ),
+    "RedHatAI/Mixtral-8x7B-Instruct-v0.1": ("MixtralForCausalLM", "mixtral", {}),
+    "state-spaces/mamba-130m-hf": ("MambaForCausalLM", "mamba", {}),
+}
+_GENERATION = {
+    "Qwen/Qwen2.5-1.5B-Instruct": {
+        "repetition_penalty": 1.1,
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 20,
+    }
+}
+STAND_INS |= {
+    name: StandIn(*parts, files={"generation_config.json": _GENERATION.get(name, {})})
+    for name, parts in _CONFIGURATIONS.items()
+}
+
 
 def recipe() -> str:
     """A digest of everything that decides what the stand-ins are."""

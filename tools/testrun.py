@@ -25,9 +25,9 @@ PASSED, FAILED, ERROR, SKIPPED = "passed", "failed", "error", "skipped"
 # Why a test cannot pass on a machine without a GPU and without a network: what its failure says.
 CANNOT_RUN = {
     r"LocalEntryNotFound|OfflineModeIsEnabled|offline mode|outgoing traffic has been disabled"
-    r"|couldn't connect to": "wants a repository of the model hub",
+    r"|couldn't connect to|Invalid repository ID": "wants a repository of the model hub",
     r"NVIDIA driver|CUDA-capable|not compiled with CUDA|CUDA error|CUDA is not available"
-    r"|No CUDA GPUs|num_compute_units|ProcessGroupNCCL|nccl": "wants a CUDA device",
+    r"|No CUDA GPUs|num_compute_units|ProcessGroupNCCL": "wants a CUDA device",
 }
 
 
@@ -44,11 +44,11 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """The message's first line without what differs from run to run."""
-        line = self.message.strip().splitlines()[0] if self.message.strip() else ""
-        line = re.sub(r"0x[0-9a-f]+", "0x…", line)
-        line = re.sub(r"(/[\w.@+-]+){2,}", "…", line)
-        return re.sub(r"\d+", "#", line)[:160]
+        """How the message begins, without what differs from run to run."""
+        text = " ".join(line.strip() for line in self.message.strip().splitlines()[:3])
+        text = re.sub(r"0x[0-9a-f]+", "0x…", text)
+        text = re.sub(r"(/[\w.@+-]+){2,}", "…", text)
+        return re.sub(r"\d+", "#", text)[:200]
 
     @property
     def cannot_run(self) -> str | None:
@@ -144,8 +144,8 @@ def _run_kept(
 def _write_whole_file(results: Path, file: str, message: str, report: Path) -> None:
     """One error for a file that crashed, hung or could not be collected."""
     if report.is_file():  # pytest's own words for what it could not collect
-        found = [outcome.message for outcome in read_results(report).values() if outcome.bad]
-        message = "\n".join([*(line for line in found if line), message])
+        bad = [outcome for outcome in read_results(report).values() if outcome.bad]
+        message = "\n".join([*(outcome.message for outcome in bad), message])
     case = ET.Element("testcase", classname=file, name=WHOLE_FILE)
     ET.SubElement(case, "error", message=message)
     partial = results.with_suffix(".partial")
@@ -161,8 +161,10 @@ def read_results(path: Path) -> Results:
         outcome = Outcome(PASSED)
         for status, tag in ((SKIPPED, "skipped"), (FAILED, "failure"), (ERROR, "error")):
             for told in case.iter(tag):
-                text = told.text or ""
-                outcome = Outcome(status, f"{told.get('message') or ''}\n{text[-4000:]}".strip())
+                message = told.get("message") or ""
+                if message == "collection failure":
+                    message = (told.text or "").strip().rpartition("\nE   ")[2]
+                outcome = Outcome(status, message)
         if name not in results or not results[name].bad:
             # A test that failed and whose teardown failed too stands there twice.
             results[name] = outcome
