@@ -98,6 +98,10 @@ check: lint apply ## Lint; check the series; check that exporting it changes not
 	$(TOOLS) series check
 	$(TOOLS) series export --check
 
+.PHONY: check-patches
+check-patches: $(INSTALLED) ## Every patch at its own place: imports, linters, types, the tests it touches
+	@exec $(TOOLS) series check-patches --out benchmarks/results/check-patches.md
+
 .PHONY: lint
 lint: $(LOCKED) ## Run every linter on every committed file
 	@exec $(PY) -m pre_commit run --all-files

@@ -19,6 +19,7 @@ VERBS = [
     ("series", "apply"),
     ("series", "export"),
     ("series", "check"),
+    ("series", "check-patches"),
     ("series", "list"),
     ("series", "fingerprint"),
     ("wheel", "build"),

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every patch at its own place: what its successors mend does not count, what it breaks does."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.tools.toy import Toy, write_files
+from tools import check_patches, hubcache
+from tools.check_patches import CHECKS, IMPORTS, LINTERS, TESTS, TYPES, Checker, Finding, places
+from tools.git import Git
+
+HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
+# As vLLM's own: what lacks the header gets it, and the hook fails.
+SPDX_HOOK = f"""
+import sys
+bad = [name for name in sys.argv[1:] if not open(name).read().startswith({HEADER!r})]
+for name in bad:
+    text = {HEADER!r} + open(name).read()
+    open(name, "w").write(text)
+sys.exit(bool(bad))
+"""
+MYPY_HOOK = """
+def group_files(names):
+    return {"": [name for name in names if name.startswith("vllm/")], "tests": []}
+"""
+ROWS = f'{HEADER}\n\ndef count(rows: list[int]) -> int:\n    """Rows."""\n    return len(rows)\n'
+CALLER = f"{HEADER}from vllm.rows import count\n\nNUMBER: int = count([1])\n"
+TEST = f"{HEADER}from vllm.rows import count\n\n\ndef test_count():\n    assert count([1]) == 1\n"
+GOOD = {"vllm/rows.py": ROWS, "vllm/caller.py": CALLER, "tests/test_count.py": TEST}
+
+
+@pytest.fixture
+def series(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    """A project with one patch, which brings the hooks and an error that mypy knows."""
+    monkeypatch.setattr(hubcache, "STAND_INS", {})
+    monkeypatch.setattr(check_patches, "MODULES", ("vllm",))
+    monkeypatch.setattr(check_patches, "HOOKS", ("check_spdx_header",))
+    empty.do("series", "apply")
+    empty.commit(
+        "[Misc] Have hooks",
+        {
+            "tools/pre_commit/check_spdx_header.py": SPDX_HOOK,
+            "tools/pre_commit/mypy.py": MYPY_HOOK,
+            "ruff.toml": "line-length = 88\n",
+            "vllm/wrong.py": f'{HEADER}NUMBER: int = "wrong before"\n',
+        },
+    )
+    return empty
+
+
+def checked(toy: Toy, *checks: str) -> list[dict[str, Finding]]:
+    """What the checks say of every patch after the hooks'."""
+    site = toy.root / "site"
+    write_files(site, {"vllm/_version.py": "__version__ = '1'\n"})
+    git = Git(toy.tree)
+    checker = Checker(git, site, toy.root / "build" / "check-patches")
+    return [{check: checker.check(place, check) for check in checks} for place in places(git)[1:]]
+
+
+def test_a_good_patch_passes_every_check(series: Toy) -> None:
+    series.commit("[Core] Count", GOOD)
+    (found,) = checked(series, *CHECKS)
+    assert {check: finding.said for check, finding in found.items()} == {
+        IMPORTS: "3 modules",
+        LINTERS: "3 files",
+        TYPES: "no error",
+        TESTS: "1 passed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("check", "said", "name", "text"),
+    [
+        (IMPORTS, "2 modules", "vllm/rows.py", f"{HEADER}import vllm.missing\n"),
+        (LINTERS, "check_spdx_header", "vllm/rows.py", "ROWS = 1\n"),
+        (LINTERS, "ruff check", "vllm/rows.py", f"{HEADER}import os\n"),
+        (LINTERS, "ruff format", "vllm/rows.py", f"{HEADER}ROWS  = 1\n"),
+        (LINTERS, "rumdl check", "docs/rows.md", "# Rows\n# Rows\n"),
+        (TYPES, "1 errors", "vllm/rows.py", f'{HEADER}ROWS: int = "1"\n'),
+        (TESTS, "0 passed, 1 failed", "tests/test_a.py", "def test():\n    assert not 1\n"),
+    ],
+)
+def test_a_breach_is_named(series: Toy, check: str, said: str, name: str, text: str) -> None:
+    series.commit("[Core] Break", {name: text})
+    (found,) = checked(series, check)
+    assert not found[check].good
+    assert found[check].said == said
+    assert found[check].details
+
+
+def test_a_later_patch_does_not_mend_an_earlier_one(series: Toy) -> None:
+    series.commit("[Core] Import early", {**GOOD, "vllm/early.py": f"{HEADER}import vllm.late\n"})
+    series.commit("[Core] Add late", {"vllm/late.py": HEADER})
+    early, late = checked(series, IMPORTS)
+    assert (early[IMPORTS].good, late[IMPORTS].good) == (False, True)
+    assert "vllm.late" in early[IMPORTS].details
+
+
+def test_an_error_in_a_file_that_the_patch_does_not_touch_counts(series: Toy) -> None:
+    series.commit("[Core] Count", GOOD)
+    series.commit("[Core] Count in fractions", {"vllm/rows.py": ROWS.replace("-> int", "-> float")})
+    good, bad = checked(series, TYPES)
+    assert good[TYPES].good
+    assert "vllm/caller.py: error: Incompatible types" in bad[TYPES].details
+    assert "vllm/wrong.py" not in bad[TYPES].details
+
+
+def test_a_hook_that_mends_a_file_leaves_no_trace(series: Toy) -> None:
+    series.commit("[Core] Break", {"vllm/rows.py": "ROWS = 1\n"})
+    checked(series, LINTERS)
+    tree = series.root / "build" / "check-patches" / "vllm"
+    assert (tree / "vllm" / "rows.py").read_text() == "ROWS = 1\n"
+
+
+def test_what_was_checked_is_not_checked_again(
+    series: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    series.commit("[Core] Count", GOOD)
+    first = checked(series, *CHECKS)
+    monkeypatch.setattr(Checker, "_go_to", lambda *_: pytest.fail("went there again"))
+    assert checked(series, *CHECKS) == first
+
+
+def test_the_verb_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
+    series.commit("[Core] Count", GOOD)
+    series.commit("[Core] Break", {"vllm/rows.py": ROWS.replace("len(rows)", "0")})
+    series.commit("[Core] Break the test", {"tests/test_count.py": TEST.replace("== 1", "== 2")})
+    series.do("series", "export")
+    series.do("series", "apply")
+    series.do("wheel", "build", "--variant", "cpu")
+    (wheel,) = (series.root / "build" / "wheels").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(series.root / "site")
+    table = series.root / "table.md"
+    names = ["count.patch", "break.patch", "break-the-test.patch"]
+    place = ("--installed", str(series.root / "site"), "--out", str(table))
+    result = series.run("series", "check-patches", *names, *place)
+    assert result.status == 1
+    assert "break-the-test.patch, tests: 0 passed, 1 failed" in result.err
+    lines = table.read_text().splitlines()
+    assert "| `count.patch` | 3 modules | 3 files | no error | 1 passed |" in lines
+    assert "| `break.patch` | 2 modules | 1 files | no error | none touched |" in lines
+    assert (
+        "| `break-the-test.patch` | 1 modules | 1 files | no error | **0 passed, 1 failed** |"
+        in lines
+    )
+
+
+def test_the_record_shows_what_failed() -> None:
+    good, bad = Finding(True, "fine"), Finding(False, "ruff check", "E501 Line too long")
+    findings = {**dict.fromkeys(CHECKS, good), LINTERS: bad}
+    record = check_patches.render([("rows.patch", findings)], ["About."])
+    assert "| `rows.patch` | fine | **ruff check** | fine | fine |" in record
+    assert "`rows.patch`, linters:\n\n```text\nE501 Line too long\n```\n" in record
+
+
+def test_kernels_come_from_the_wheel_and_later_patches_modules_do_not(series: Toy) -> None:
+    series.commit("[Core] Count", GOOD)
+    series.commit("[Core] Add late", {"vllm/late.py": HEADER})
+    write_files(series.root / "site", {"vllm/_C.abi3.so": "kernels", "vllm/late.py": HEADER})
+    git = Git(series.tree)
+    checker = Checker(git, series.root / "site", series.root / "build" / "check-patches")
+    checker._go_to(places(git)[1].commit)
+    there = {path.name for path in (Path(checker.tree) / "vllm").iterdir()}
+    assert "_C.abi3.so" in there
+    assert "late.py" not in there
