@@ -100,6 +100,17 @@ def test_a_later_patch_does_not_mend_an_earlier_one(series: Toy) -> None:
     assert "vllm.late" in early[IMPORTS].details
 
 
+def test_a_module_from_another_place_is_no_proof(series: Toy) -> None:
+    elsewhere = series.root / "elsewhere.py"
+    elsewhere.write_text("")
+    away = f"{HEADER}import sys\nfrom types import ModuleType\n\n"
+    away += 'sys.modules[__name__] = ModuleType("rows")\n'
+    away += f'sys.modules[__name__].__file__ = "{elsewhere}"\n'
+    series.commit("[Core] Go away", {"vllm/rows.py": away})
+    (found,) = checked(series, IMPORTS)
+    assert f"vllm.rows was imported from {elsewhere}" in found[IMPORTS].details
+
+
 def test_an_error_in_a_file_that_the_patch_does_not_touch_counts(series: Toy) -> None:
     series.commit("[Core] Count", GOOD)
     series.commit("[Core] Count in fractions", {"vllm/rows.py": ROWS.replace("-> int", "-> float")})
