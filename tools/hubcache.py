@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-END, IMAGE, IMAGE_ID = "<|endoftext|>", "<image>", 32000
+END = "<|endoftext|>"
 # Every repository has one revision.
 REVISION = "0" * 40
 
@@ -36,6 +36,8 @@ class StandIn:
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
     weights: bool = False
+    # Special tokens that tests name by id, the end of a text first.
+    special: Mapping[str, int] = field(default_factory=lambda: {END: 0})
     # Files beside configuration and tokenizer, by name.
     files: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,7 +76,7 @@ STAND_INS: dict[str, StandIn] = {
         "LlavaForConditionalGeneration",
         "llava",
         {
-            "image_token_index": IMAGE_ID,
+            "image_token_index": 32000,
             "image_seq_length": (_CLIP["image_size"] // _CLIP["patch_size"]) ** 2,
             "vision_feature_layer": -2,
             "vision_feature_select_strategy": "default",
@@ -86,11 +88,12 @@ STAND_INS: dict[str, StandIn] = {
                 "max_position_embeddings": 4096,
             },
         },
+        special={END: 0, "<image>": 32000},
         files={
             "preprocessor_config.json": _LLAVA_IMAGES,
             "processor_config.json": {
                 "processor_class": "LlavaProcessor",
-                "image_token": IMAGE,
+                "image_token": "<image>",
                 "patch_size": _CLIP["patch_size"],
                 "num_additional_image_tokens": 1,
                 "vision_feature_select_strategy": "default",
@@ -98,7 +101,10 @@ STAND_INS: dict[str, StandIn] = {
         },
     ),
     "meta-llama/Llama-3.2-1B": StandIn(
-        "LlamaForCausalLM", "llama", {"max_position_embeddings": 131072}
+        "LlamaForCausalLM",
+        "llama",
+        {"max_position_embeddings": 131072, "vocab_size": 128256, "eos_token_id": 128001},
+        special={"<|end_of_text|>": 128001, "<|eot_id|>": 128009},
     ),
     "Qwen/Qwen1.5-7B": StandIn("Qwen2ForCausalLM", "qwen2", {"max_position_embeddings": 32768}),
     "Qwen/Qwen3-0.6B": StandIn(
@@ -239,29 +245,28 @@ def _write(snapshot: Path, stand_in: StandIn) -> None:
     }
     for name, content in {"config.json": config, **stand_in.files}.items():
         (snapshot / name).write_text(json.dumps(content, indent=1) + "\n")
-    _write_tokenizer(snapshot, images="image_token_index" in stand_in.config)
+    _write_tokenizer(snapshot, stand_in.special)
     if stand_in.weights:
         _write_weights(snapshot)
 
 
-def _write_tokenizer(snapshot: Path, *, images: bool) -> None:
-    """A token a byte; the token of images has the id that the configuration names."""
+def _write_tokenizer(snapshot: Path, special: Mapping[str, int]) -> None:
+    """A token a byte, the special tokens at their ids, and tokens without use between them."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    if images:  # without gaps
-        vocabulary += [f"<unused {number}>" for number in range(len(vocabulary), IMAGE_ID)] + [
-            IMAGE
-        ]
-    numbered = {token: number for number, token in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.BPE(numbered, merges=[]))
+    names = {number: token for token, number in special.items()}
+    letters = iter(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    size = max(256 + len(special), *(number + 1 for number in names))
+    vocabulary = {
+        names.get(number) or next(letters, f"<unused {number}>"): number for number in range(size)
+    }
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in (END, IMAGE) if token in numbered]
-    )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    end = next(iter(special))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(snapshot)
 

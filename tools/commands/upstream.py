@@ -9,8 +9,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
-
 from tools.commands.common import Room, add_series, add_tree
 from tools.errors import ToolError
 from tools.pin import Project
@@ -63,15 +61,13 @@ def test(arguments: argparse.Namespace, project: Project) -> int:
     touched = touched_tests(git)
     files = arguments.files or sorted({*FILES, *filter(is_test_file, touched)})
     build = project.root / "build" / "upstream-tests"
-    console = Console(stderr=True)
     start = time.monotonic()
 
     def told(side: str, file: str, results: Results) -> None:
         counts = Counter("failed" if o.bad else o.status for o in results.values())
         said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        console.print(
-            f"{time.monotonic() - start:5.0f} s  {side:8}  {file}: {said}", highlight=False
-        )
+        seconds = time.monotonic() - start
+        print(f"{seconds:5.0f} s  {side:8}  {file}: {said}", file=sys.stderr)
 
     sides = (
         Side("pristine", open_tree(pristine_tree, project.pin), pristine_site),
