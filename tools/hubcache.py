@@ -36,8 +36,9 @@ class StandIn:
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
     weights: bool = False
-    # Special tokens that tests name by id, the end of a text first.
+    # Special tokens by id, the end of a text first, and the first of the 256 ids of bytes.
     special: Mapping[str, int] = field(default_factory=lambda: {END: 0})
+    bytes_from: int = 1
     # Files beside configuration and tokenizer, by name.
     files: Mapping[str, Any] = field(default_factory=dict)
 
@@ -105,6 +106,8 @@ STAND_INS: dict[str, StandIn] = {
         "llama",
         {"max_position_embeddings": 131072, "vocab_size": 128256, "eos_token_id": 128001},
         special={"<|end_of_text|>": 128001, "<|eot_id|>": 128009},
+        # Tests draw ids below the number of tokens, and fail when they draw one of the text's.
+        bytes_from=1000,
     ),
     "Qwen/Qwen1.5-7B": StandIn("Qwen2ForCausalLM", "qwen2", {"max_position_embeddings": 32768}),
     "Qwen/Qwen3-0.6B": StandIn(
@@ -243,32 +246,40 @@ def _write(snapshot: Path, stand_in: StandIn) -> None:
         "model_type": stand_in.model_type,
         **stand_in.config,
     }
-    for name, content in {"config.json": config, **stand_in.files}.items():
+    files = {"config.json": config, **_tokenizer(stand_in), **stand_in.files}
+    for name, content in files.items():
         (snapshot / name).write_text(json.dumps(content, indent=1) + "\n")
-    _write_tokenizer(snapshot, stand_in.special)
     if stand_in.weights:
         _write_weights(snapshot)
 
 
-def _write_tokenizer(snapshot: Path, special: Mapping[str, int]) -> None:
-    """A token a byte, the special tokens at their ids, and tokens without use between them."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def _tokenizer(stand_in: StandIn) -> dict[str, Any]:
+    """The files of a tokenizer with a token a byte, and the special ones."""
+    from tokenizers import pre_tokenizers
 
-    names = {number: token for token, number in special.items()}
-    letters = iter(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    size = max(256 + len(special), *(number + 1 for number in names))
-    vocabulary = {
-        names.get(number) or next(letters, f"<unused {number}>"): number for number in range(size)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: stand_in.bytes_from + number for number, letter in enumerate(letters)}
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    end = next(iter(stand_in.special))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": number, "content": token, **added, "special": True}
+                for token, number in stand_in.special.items()
+            ],
+            "pre_tokenizer": {**byte_level, "use_regex": True},
+            "decoder": {**byte_level, "use_regex": True},
+            "model": {"type": "BPE", "vocab": {**vocabulary, **stand_in.special}, "merges": []},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": end,
+            "pad_token": end,
+            "chat_template": CHAT_TEMPLATE,
+        },
     }
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    end = next(iter(special))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(snapshot)
 
 
 def _write_weights(snapshot: Path) -> None:
