@@ -171,7 +171,7 @@ def compare(
         for test in sorted(before.keys() | after.keys()):
             pair = before.get(test), after.get(test)
             names = touched.get(file, set())
-            function = test.rpartition("::")[2].partition("[")[0]
+            function = test.partition("[")[0].rpartition("::")[2]
             ours = names is None or function in names
             found.append(Comparison(file, test, *pair, _verdict(*pair, ours)))
     return found

@@ -66,8 +66,8 @@ SKIP = Outcome(SKIPPED, "no model")
 def test_a_difference_has_one_name(
     before: Outcome | None, after: Outcome | None, untouched: str, touched: str
 ) -> None:
-    pristine = {"tests/test_a.py": {"a::test[1]": before} if before else {}}
-    patched = {"tests/test_a.py": {"a::test[1]": after} if after else {}}
+    pristine = {"tests/test_a.py": {"a::test[1::b]": before} if before else {}}
+    patched = {"tests/test_a.py": {"a::test[1::b]": after} if after else {}}
     for names, verdict in ((set(), untouched), ({"test"}, touched), (None, touched)):
         (found,) = compare(pristine, patched, {"tests/test_a.py": names})
         assert found.verdict == verdict
@@ -202,7 +202,7 @@ def test_a_file_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
         pathlib.Path("child").write_text(str(child.pid))
         child.wait()
     """
-    ((_, outcome),) = run(tmp_path, source, limit_s=8).items()
+    ((_, outcome),) = run(tmp_path, source, limit_s=5).items()
     assert "the limit" in outcome.message
     child = int((tmp_path / "tree" / "child").read_text())
     with pytest.raises(ProcessLookupError):
