@@ -48,7 +48,7 @@ class Outcome:
         text = " ".join(line.strip() for line in self.message.strip().splitlines()[:3])
         text = re.sub(r"0x[0-9a-f]+", "0x…", text)
         text = re.sub(r"(/[\w.@+-]+){2,}", "…", text)
-        return re.sub(r"\d+", "#", text)[:200]
+        return re.sub(r"\d+", "#", text)[:200].strip()
 
     @property
     def cannot_run(self) -> str | None:
