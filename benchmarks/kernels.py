@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many kernels and copies a decode step runs on a GPU, with one build of vLLM.
+
+    python benchmarks/kernels.py --flag off --out off.json
+    python benchmarks/kernels.py --flag opt-in --out opt-in.json
+
+One request decodes alone, with CUDA graphs, on the shape of Qwen3-30B-A3B with fewer layers and
+dummy weights. What 64 more tokens add to the profile, by 64, is a step's. `opt-in`, which wants
+the patched build, has the request silent, then asking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+# Run as a file: the repository is not on the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.overhead import CONFIG
+
+FEW, MANY = 8, 72
+MODES: dict[str, dict[str, bool | None]] = {
+    "off": {"off": None},
+    "opt-in": {"silent": False, "asks": True},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--flag", choices=MODES, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file for the record")
+    parser.add_argument("--layers", type=int, default=8)
+    arguments = parser.parse_args()
+    # The profiler sees this process only.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+    import torch
+    import vllm
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = {**CONFIG, "num_hidden_layers": arguments.layers}
+        Path(folder, "config.json").write_text(json.dumps(config))
+        options: dict[str, Any] = {}
+        if arguments.flag == "opt-in":
+            options = {"enable_return_routed_experts": True, "routed_experts_opt_in": True}
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=1024,
+            max_num_batched_tokens=1024,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=0.4,
+            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]},
+            **options,
+        )
+
+        def count(asks: bool | None, max_tokens: int) -> Counter[str]:
+            """What ran on the device for one request, by kernel's name or kind of copy."""
+            params = SamplingParams(
+                temperature=0.0,
+                ignore_eos=True,
+                max_tokens=max_tokens,
+                detokenize=False,
+                extra_args=None if asks is None else {"return_routed_experts": asks},
+            )
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                (output,) = llm.generate([{"prompt_token_ids": [11] * 16}], params, use_tqdm=False)
+                torch.cuda.synchronize()
+            assert (output.outputs[0].routed_experts is not None) == bool(asks)
+            return Counter(
+                event.name
+                for event in profiler.events()
+                if event.device_type == torch.autograd.DeviceType.CUDA
+            )
+
+        steps = {}
+        for mode, asks in MODES[arguments.flag].items():
+            count(asks, FEW)  # warms up
+            few, many = count(asks, FEW), count(asks, MANY)
+            by_name = {n: (many[n] - few[n]) / (MANY - FEW) for n in sorted(many)}
+            copies = sum(v for n, v in by_name.items() if n.startswith(("Memcpy", "Memset")))
+            steps[mode] = {
+                "kernels": sum(by_name.values()) - copies,
+                "copies": copies,
+                "by_name": {n: v for n, v in by_name.items() if v},
+            }
+            print(f"{mode}: {steps[mode]['kernels']} kernels, {copies} copies a step", flush=True)
+    record = {
+        # Names only: a record says nothing of the machine's folders.
+        "command": [Path(word).name for word in sys.argv],
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "model": "Qwen3-30B-A3B shape, dummy weights, bfloat16",
+        "layers": arguments.layers,
+        "steps": steps,
+    }
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
