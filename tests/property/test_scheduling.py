@@ -309,6 +309,10 @@ class Engine:
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, running: bool) -> None:
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        if running and any(request.status == loading for request in self.requests.values()):
+            # The release refuses it, with an error.
+            return
         if not self.setup.asynchronous:
             # Only asynchronous scheduling discards the token of a step on its way; the other
             # engine with such steps, pipeline parallelism, is refused.
