@@ -81,6 +81,10 @@ soak: $(INSTALLED) ## Ten thousand requests with random aborts: nothing may be l
 fuzz: $(INSTALLED) ## Send a server requests from its own schema, and hostile ones: no harm may come of them
 	@exec $(PY) -m pytest -m slow tests/behaviour/test_fuzz.py
 
+.PHONY: stress-eplb
+stress-eplb: $(INSTALLED) ## Asynchronous EPLB in thousands of random schedules of real threads, without a GPU
+	@exec $(PY) -m tests.eplb.stress
+
 .PHONY: gpu-test
 gpu-test: $(LOCKED) ## Run the tests that need a GPU, with the vLLM that is installed
 	@exec $(PY) -m pytest tests/gpu

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous EPLB on two GPUs (DP 2, EP 2) beside the same without EPLB, and its worker killed.
+
+    python -m tests.gpu.eplb_two_gpus --out DIR
+
+Each rank is an offline engine in a process of its own, on a small random checkpoint with spread
+routers, in float32: where experts are placed decides in which order two GPUs' sums are added,
+which in bfloat16 would be enough to route a token otherwise. Both modes get the same prompts, all
+at once, so their batches are the same. Then rank 0's worker thread is killed, and both ranks'
+engines must raise its error and end.
+
+Writes `off-<rank>.json`, `on-<rank>.json` with `.npz` beside them, logs, and `result.json`, which
+holds what was found and `"good"`; the exit status is 0 if it is true. Everything is bounded:
+``--minutes`` for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WORLD_SIZE = 2
+NUM_EXPERTS = 64
+STEP_INTERVAL = 16
+MAX_TOKENS = 96
+LEAST_REBALANCES = 4
+LEAST_EQUAL_SEQUENCES = 0.97
+LEAST_EQUAL_ROWS = 0.999
+
+
+def prompts(rank: int, round_: int, count: int) -> list[list[int]]:
+    """Another part of the vocabulary in each round, so that the load moves."""
+    rng = np.random.default_rng(100 * round_ + rank)
+    first = 4 + 150 * (round_ % 4)
+    return [rng.integers(first, first + 150, rng.integers(16, 200)).tolist() for _ in range(count)]
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": args.requests,
+        "enable_prefix_caching": False,
+        "enable_return_routed_experts": True,
+        "async_scheduling": False,
+        "seed": 0,
+    }
+    if args.device == "cpu":
+        return {**options, "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+    options |= {
+        "attention_backend": "TRITON_ATTN",
+        "enable_expert_parallel": True,
+        "gpu_memory_utilization": 0.3,
+        "enforce_eager": args.eager,
+    }
+    if not args.eager:
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    if args.mode == "on":
+        options["enable_eplb"] = True
+        options["eplb_config"] = {
+            "use_async": True,
+            "step_interval": STEP_INTERVAL,
+            "window_size": STEP_INTERVAL // 2,
+            "num_redundant_experts": 4,
+            "communicator": args.communicator,
+        }
+    return options
+
+
+class Watch:
+    """Counts what EPLB does while an engine of this process runs."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.eplb import eplb_state
+
+        self.rearrangements = self.moved_layers = self.moved_experts = 0
+        rearrange, move = eplb_state.EplbState.rearrange, eplb_state._move_to_workspace
+
+        def counted_rearrange(state: Any, is_profile: bool = False, **kw: Any) -> Any:
+            self.rearrangements += not is_profile
+            return rearrange(state, is_profile=is_profile, **kw)
+
+        def counted_move(model_state: Any, ep_rank: int) -> None:
+            before = model_state.physical_to_logical_map.clone()
+            move(model_state, ep_rank)
+            self.moved_layers += 1
+            self.moved_experts += int((before != model_state.physical_to_logical_map).sum())
+
+        eplb_state.EplbState.rearrange = counted_rearrange  # type: ignore[method-assign]
+        eplb_state._move_to_workspace = counted_move
+
+
+def generate(llm: Any, args: argparse.Namespace, round_: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens)
+    inputs = [{"prompt_token_ids": tokens} for tokens in prompts(args.rank, round_, args.requests)]
+    return llm.generate(inputs, sampling, use_tqdm=False)
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """One rank, in a process of its own."""
+    faulthandler.dump_traceback_later(60 * args.minutes, exit=True)
+    from vllm import LLM
+
+    watch = Watch()
+    start = time.monotonic()
+    llm = LLM(str(args.checkpoint), **engine_options(args))
+    found: dict[str, Any] = {"start_s": round(time.monotonic() - start, 1)}
+    state = llm.llm_engine.model_executor.driver_worker.worker.model_runner.eplb_state
+
+    tokens, rows = [], []
+    start = time.monotonic()
+    for round_ in range(args.rounds):
+        for output in generate(llm, args, round_):
+            tokens.append(output.outputs[0].token_ids)
+            rows.append(output.outputs[0].routed_experts)
+    found["generate_s"] = round(time.monotonic() - start, 1)
+    np.savez(
+        args.out / f"{args.mode}-{args.rank}.npz",
+        tokens=np.array(tokens),
+        prompt_lens=np.array([len(row) + 1 - args.max_tokens for row in rows]),
+        rows=np.concatenate(rows),
+    )
+    if state is not None:
+        (model_state,) = state.model_states.values()
+        found |= {
+            "rearrangements": watch.rearrangements,
+            "moved_layers": watch.moved_layers,
+            "moved_experts": watch.moved_experts,
+            "layers": model_state.model.num_moe_layers,
+            "map": model_state.physical_to_logical_map.tolist(),
+            "worker_error": repr(state.async_worker.error),
+        }
+        if args.rank == 0:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(state.async_worker.ident), ctypes.py_object(SystemExit)
+            )
+        start = time.monotonic()
+        try:
+            generate(llm, args, args.rounds)
+            found["error"] = None
+        except Exception as error:
+            found["error"] = str(error)
+            found["traceback"] = traceback.format_exc()
+        found["error_s"] = round(time.monotonic() - start, 1)
+        start = time.monotonic()
+        llm.llm_engine.engine_core.shutdown()
+        found["shutdown_s"] = round(time.monotonic() - start, 1)
+        found["worker_alive"] = state.async_worker.is_alive()
+    (args.out / f"{args.mode}-{args.rank}.json").write_text(json.dumps(found, indent=1))
+    # Groups of a rank that has raised are not worth an orderly end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def run_mode(mode: str, args: argparse.Namespace, deadline: float) -> list[dict[str, Any] | None]:
+    """What each rank found; None for one that wrote nothing."""
+    port = free_port()
+    processes = []
+    for rank in range(args.ranks):
+        environment = {
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "NCCL_NVLS_ENABLE": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if args.ranks > 1:
+            environment |= {
+                "VLLM_DP_RANK": str(rank),
+                "VLLM_DP_RANK_LOCAL": str(rank),
+                "VLLM_DP_SIZE": str(args.ranks),
+                "VLLM_DP_MASTER_IP": "127.0.0.1",
+                "VLLM_DP_MASTER_PORT": str(port),
+            }
+        left = max(0.2, (deadline - time.monotonic()) / 60)
+        command = [sys.executable, "-m", "tests.gpu.eplb_two_gpus", "--mode", mode]
+        command += ["--rank", str(rank), "--minutes", f"{left:.2f}", "--out", str(args.out)]
+        for name in ("checkpoint", "device", "communicator", "requests", "rounds", "max_tokens"):
+            command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+        command += ["--eager"] * args.eager
+        with (args.out / f"{mode}-{rank}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+    for process in processes:
+        try:
+            process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for late in processes:
+                late.kill()
+    files = [args.out / f"{mode}-{rank}.json" for rank in range(args.ranks)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def compare(args: argparse.Namespace, rank: int) -> dict[str, Any]:
+    """Sequences without and with EPLB, and rows of the tokens that both have in common."""
+    off, on = (np.load(args.out / f"{mode}-{rank}.npz") for mode in ("off", "on"))
+    same_prompts = np.array_equal(off["prompt_lens"], on["prompt_lens"])
+    equal = (off["tokens"] == on["tokens"]).all(axis=1)
+    bounds = np.cumsum(off["prompt_lens"] + args.max_tokens - 1)[:-1]
+    rows = [
+        np.sort(np.concatenate(np.array(np.split(data["rows"], bounds), object)[equal]), -1)
+        for data in (off, on)
+    ]
+    return {
+        "same_prompts": same_prompts,
+        "sequences": len(equal),
+        "equal_sequences": float(equal.mean()),
+        "rows": int(rows[0].shape[0] * rows[0].shape[1]),
+        "equal_rows": float((rows[0] == rows[1]).all(-1).mean()),
+        "largest_id": int(rows[1].max()),
+    }
+
+
+def judge(
+    args: argparse.Namespace, on: list[dict[str, Any]], compared: list[dict[str, Any]]
+) -> Any:
+    """What must be true, by name."""
+    verdict = {
+        "outputs equal": all(c["equal_sequences"] >= LEAST_EQUAL_SEQUENCES for c in compared),
+        "rows equal": all(
+            c["same_prompts"] and c["equal_rows"] >= LEAST_EQUAL_ROWS for c in compared
+        ),
+        "ids are logical": all(c["largest_id"] < NUM_EXPERTS for c in compared),
+    }
+    if args.device == "cpu":
+        return verdict
+    rebalances = [rank["moved_layers"] / rank["layers"] for rank in on]
+    message = "The async EPLB worker of EP rank 0 has failed"
+    return verdict | {
+        "several rebalances": min(rebalances) >= LEAST_REBALANCES and on[0]["moved_experts"] > 0,
+        "ranks agree": on[0]["map"] == on[1]["map"] and len(set(rebalances)) == 1,
+        "no error before": all(rank["worker_error"] == "None" for rank in on),
+        "error on every rank": all(
+            message in (rank["error"] or "") and "SystemExit" in rank["error"] for rank in on
+        ),
+        "workers ended": not any(rank["worker_alive"] for rank in on),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=3.8)
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal"
+    )
+    parser.add_argument("--communicator", default="torch_gloo")
+    parser.add_argument("--requests", type=int, default=32, help="of a rank and round, at once")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument(
+        "--eager", action="store_true", help="neither torch.compile nor CUDA graphs"
+    )
+    parser.add_argument("--mode", choices=["off", "on"], help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.mode:
+        run_rank(args)
+
+    from examples.demo.checkpoint import make_checkpoint
+
+    deadline = time.monotonic() + 60 * args.minutes
+    args.out.mkdir(parents=True, exist_ok=True)
+    for stale in args.out.glob("o*-*.*"):
+        stale.unlink()
+    args.ranks = 1 if args.device == "cpu" else WORLD_SIZE
+    args.checkpoint = make_checkpoint(
+        args.out / "checkpoint",
+        hidden_size=256,
+        head_dim=64,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=8,
+        moe_intermediate_size=128,
+    )
+    result: dict[str, Any] = {}
+    for mode in ("off", "on"):
+        result[mode] = run_mode(mode, args, deadline)
+    if all(rank is not None for mode in ("off", "on") for rank in result[mode]):
+        result["compared"] = [compare(args, rank) for rank in range(args.ranks)]
+        result["verdict"] = judge(args, result["on"], result["compared"])
+    result["good"] = all(result.get("verdict", {"ran": False}).values())
+    (args.out / "result.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps({k: result.get(k) for k in ("compared", "verdict", "good")}, indent=1))
+    return 0 if result["good"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
