@@ -61,7 +61,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.device == "cpu":
         return {**options, "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
     options |= {
-        "attention_backend": "TRITON_ATTN",
+        "attention_config": {"backend": "TRITON_ATTN"},
         "enable_expert_parallel": True,
         "gpu_memory_utilization": 0.3,
         "enforce_eager": args.eager,
