@@ -218,17 +218,19 @@ def compare(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     same_prompts = np.array_equal(off["prompt_lens"], on["prompt_lens"])
     equal = (off["tokens"] == on["tokens"]).all(axis=1)
     bounds = np.cumsum(off["prompt_lens"] + args.max_tokens - 1)[:-1]
-    rows = [
-        np.sort(np.concatenate(np.array(np.split(data["rows"], bounds), object)[equal]), -1)
-        for data in (off, on)
-    ]
+    rows = []
+    for data in (off, on):
+        sequences = np.split(data["rows"], bounds)
+        # Nothing, in front, so that there is something if no sequence is equal.
+        chosen = [data["rows"][:0], *(s for s, same in zip(sequences, equal, strict=True) if same)]
+        rows.append(np.sort(np.concatenate(chosen), -1))
     return {
-        "same_prompts": same_prompts,
+        "same_prompts": bool(same_prompts),
         "sequences": len(equal),
         "equal_sequences": float(equal.mean()),
         "rows": int(rows[0].shape[0] * rows[0].shape[1]),
-        "equal_rows": float((rows[0] == rows[1]).all(-1).mean()),
-        "largest_id": int(rows[1].max()),
+        "equal_rows": float((rows[0] == rows[1]).all(-1).mean()) if rows[0].size else 0.0,
+        "largest_id": int(on["rows"].max()),
     }
 
 
