@@ -89,6 +89,10 @@ stress-eplb: $(INSTALLED) ## Asynchronous EPLB in thousands of random schedules 
 gpu-test: $(LOCKED) ## Run the tests that need a GPU, with the vLLM that is installed
 	@exec $(PY) -m pytest tests/gpu
 
+.PHONY: layouts
+layouts: $(LOCKED) ## Every parallel layout of GPUS=2 or 4 on this host: rows against two oracles
+	@exec $(PY) tests/gpu/layouts.py --gpus $(or $(GPUS),2) --out build/layouts-$(or $(GPUS),2) $(ARGS)
+
 .PHONY: mutants
 mutants: $(INSTALLED) ## Break the scheduler-side code in named ways: the property test must notice each
 	@exec $(PY) -m tests.property.mutants

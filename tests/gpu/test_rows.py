@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 from examples.demo.checkpoint import make_checkpoint  # noqa: E402
+from examples.shapes import GPT_OSS  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -265,50 +266,6 @@ def test_speculative_decoding(start: Callable[..., LLM], tap: Tap) -> None:
     )
     prompts = [prompt(40 + i, 12) * 6 for i in range(4)]
     assert_true_rows(generate(llm, prompts, [True] * 4, max_tokens=64), tap)
-
-
-# gpt-oss-20b with fewer layers: its kernel wants real shapes.
-GPT_OSS: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "eos_token_id": 3,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "pad_token_id": 0,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 1024,
-}
 
 
 def test_gpt_oss_with_its_default_kernel(
