@@ -48,7 +48,6 @@ from examples.shapes import GPT_OSS  # noqa: E402
 MARGIN = 0.05
 CHUNK = 256
 LENGTHS = (5, 300, 33, 700, 64, 2, 257, 128, 3, 17, 90, 411)
-OUTPUT_TOKENS = 24
 
 # NVLink multicast stays off, whatever starts the processes.
 ENVIRONMENT = {
@@ -107,6 +106,7 @@ class Cell:
         dp: offline engines that form one data parallel group through VLLM_DP_*.
         model: a key of `MODELS`.
         dtype: of the model; "" for the one that the reference took.
+        tokens: returned for each prompt.
         records: whether ranks record their router logits (not with CUDA graphs).
         serve: arguments of each `vllm serve`; empty for offline engines.
         hosts: the host counts (GPUs) whose default run has the cell.
@@ -118,6 +118,7 @@ class Cell:
     dp: int = 1
     model: str = "qwen3"
     dtype: str = ""
+    tokens: int = 24
     records: bool = True
     serve: tuple[tuple[str, ...], ...] = ()
     hosts: tuple[int, ...] = (2, 4)
@@ -144,9 +145,16 @@ CELLS: dict[str, Cell] = {
         4, tp(2, **EP), dp=2, model="gptoss", hosts=(4,), note="the same, gpt-oss, MXFP4"
     ),
     "tp2ep": Cell(2, tp(2, **EP), hosts=(2,), note="TP2+EP2"),
-    "eplb": Cell(2, {**EP, **eplb(False)}, dp=2, hosts=(2,), note="DP2+EP2, EPLB, 8 redundant"),
+    "eplb": Cell(
+        2, {**EP, **eplb(False)}, dp=2, tokens=120, hosts=(2,), note="DP2+EP2, EPLB, 8 redundant"
+    ),
     "eplb-async": Cell(
-        2, {**EP, **eplb(True)}, dp=2, hosts=(2,), note="DP2+EP2, asynchronous EPLB, 8 redundant"
+        2,
+        {**EP, **eplb(True)},
+        dp=2,
+        tokens=120,
+        hosts=(2,),
+        note="DP2+EP2, asynchronous EPLB, 8 redundant",
     ),
     "dp2ep2-gptoss": Cell(2, EP, dp=2, model="gptoss", hosts=(2,), note="DP2+EP2, gpt-oss, MXFP4"),
     "dp2ep2-graphs": Cell(
@@ -174,7 +182,9 @@ CELLS: dict[str, Cell] = {
     ),
     "dp2": Cell(2, dp=2, hosts=(2,), note="DP2 without EP"),
     "ray2": Cell(2, tp(2, distributed_executor_backend="ray"), hosts=(2,), note="TP2, Ray"),
-    "sp-eplb": Cell(4, tp(2, **EP, **eplb(False)), dp=2, hosts=(4,), note="SP, EPLB, 8 redundant"),
+    "sp-eplb": Cell(
+        4, tp(2, **EP, **eplb(False)), dp=2, tokens=120, hosts=(4,), note="SP, EPLB, 8 redundant"
+    ),
     "sp-graphs": Cell(
         4, tp(2, **EP, **GRAPHS), dp=2, records=False, hosts=(4,), note="SP, CUDA graphs"
     ),
@@ -242,7 +252,7 @@ def run_engine(spec: dict[str, Any]) -> None:
         SamplingParams(
             temperature=0.0,
             ignore_eos=True,
-            max_tokens=OUTPUT_TOKENS,
+            max_tokens=spec["tokens"],
             detokenize=False,
             extra_args={"return_routed_experts": asks(i)},
         )
@@ -301,9 +311,9 @@ def free_port(number: list[int] = [21000]) -> int:  # noqa: B006
     return number[0]
 
 
-def device_environment(device: str, gpus: int, slot: int) -> dict[str, str]:
+def device_environment(device: str, gpus: int, slot: int, count: int) -> dict[str, str]:
+    """For `gpus` of the host's `count`; cells of other slots take others if they can."""
     if device == "cuda":
-        count = int(os.environ.get("LAYOUTS_GPUS", gpus))
         first = slot % (count - gpus + 1)
         visible = ",".join(str(i) for i in range(first, first + gpus))
         return {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": visible}
@@ -314,7 +324,12 @@ def device_environment(device: str, gpus: int, slot: int) -> dict[str, str]:
 
 
 def run_cell(
-    cell: Cell, dtype: str, folder: Path, scratch: Path, device: str, limit_s: float, slot: int
+    cell: Cell,
+    dtype: str,
+    folder: Path,
+    scratch: Path,
+    environment: dict[str, str],
+    limit_s: float,
 ) -> None:
     """Run the layout; answers and logits are then in `scratch`.
 
@@ -324,7 +339,6 @@ def run_cell(
     """
     began = time.monotonic()
     model = make_model(cell.model, folder)
-    environment = device_environment(device, cell.gpus, slot)
     options: dict[str, Any] = {**OPTIONS, "dtype": cell.dtype or dtype, **cell.options}
     if not options["enforce_eager"]:
         environment["TORCH_COMPILE_DISABLE"] = "0"
@@ -346,6 +360,7 @@ def run_cell(
                 "dp": cell.dp,
                 "scratch": str(scratch),
                 "records": cell.records,
+                "tokens": cell.tokens,
                 "spread": 0.5 if cell.model == "gptoss" else 0,
             }
             (scratch / f"spec-{rank}.json").write_text(json.dumps(spec))
@@ -411,12 +426,16 @@ def run_servers(
     prompts = make_prompts()
 
     def start(number: int) -> Server:
-        more = rpc if len(cell.serve) > 1 else []
+        more, own = [], {}
+        if len(cell.serve) > 1:
+            more = rpc
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            own = {"CUDA_VISIBLE_DEVICES": visible[number % len(visible)]}
         server = Server(
             model,
             scratch / f"server-{number}.log",
             [*arguments, *cell.serve[number], *more],
-            environment,
+            environment | own,
             timeout_s=limit_s * 0.8,
         )
         return server.__enter__()
@@ -425,7 +444,7 @@ def run_servers(
         server = servers[index % len(servers)]
         answer = server.generate(
             prompts[index],
-            max_tokens=OUTPUT_TOKENS,
+            max_tokens=cell.tokens,
             ignore_eos=True,
             extra_args={"return_routed_experts": asks(index)},
         )
@@ -495,8 +514,7 @@ Logits = dict[int, dict[int, Any]]
 
 def gather_logits(scratch: Path) -> tuple[Logits, bool]:
     """Put the ranks' records together; whether EPLB moved experts."""
-    prompts = make_prompts()
-    by_first = {prompt[0]: i for i, prompt in enumerate(prompts)}
+    by_first = {prompt[0]: i for i, prompt in enumerate(make_prompts())}
     groups: dict[tuple[str, int], dict[tuple[int, int], Any]] = defaultdict(dict)
     moved = False
     for file in sorted(scratch.glob("logits*.npz")):
@@ -536,7 +554,7 @@ def gather_logits(scratch: Path) -> tuple[Logits, bool]:
                     table = logits[index].setdefault(
                         layer,
                         np.full(
-                            (len(prompts[index]) + OUTPUT_TOKENS, whole.shape[1]),
+                            (OPTIONS["max_model_len"], whole.shape[1]),
                             np.nan,
                             np.float32,
                         ),
@@ -568,10 +586,9 @@ def check_own_logits(answers: dict[int, Answer], logits: Logits) -> int:
     return decisions
 
 
-def check_answers(answers: dict[int, Answer], num_layers: int) -> int:
+def check_answers(answers: dict[int, Answer], num_layers: int, tokens: int) -> int:
     """Who asked has all rows, of distinct experts, and nobody else; their number."""
     count = 0
-    prompts = make_prompts()
     for index, answer in answers.items():
         if not asks(index):
             if answer.rows is not None:
@@ -579,7 +596,7 @@ def check_answers(answers: dict[int, Answer], num_layers: int) -> int:
             continue
         if answer.rows is None:
             raise Failed(f"prompt {index} asked and got no rows")
-        wanted = len(prompts[index]) + OUTPUT_TOKENS - 1
+        wanted = LENGTHS[index] + tokens - 1
         if answer.start or len(answer.rows) != wanted:
             raise Failed(f"prompt {index}: {len(answer.rows)} rows from {answer.start}")
         if answer.layers != tuple(range(num_layers)) or answer.rows.shape[1] != num_layers:
@@ -655,9 +672,10 @@ class Run:
             limit_s = min(self.arguments.cell_seconds, self.deadline - time.monotonic())
             if limit_s < 30:
                 raise TimeoutError("no minutes left")
-            run_cell(
-                cell, dtype, self.work / "models", scratch, self.arguments.device, limit_s, slot
+            environment = device_environment(
+                self.arguments.device, cell.gpus, slot, self.arguments.gpus
             )
+            run_cell(cell, dtype, self.work / "models", scratch, environment, limit_s)
             result["seconds"] = round(time.monotonic() - began, 1)
             result |= self.check(name, cell, dtype, scratch)
             result["result"] = "ok"
@@ -681,7 +699,7 @@ class Run:
         result: dict[str, Any] = {"dtype": cell.dtype or dtype}
         if cell.model == "gptoss":
             result["dtype"] = "mxfp4"
-        result["rows"] = check_answers(answers, num_layers)
+        result["rows"] = check_answers(answers, num_layers, cell.tokens)
         logits: Logits = {}
         if cell.records:
             logits, moved = gather_logits(scratch)
@@ -777,7 +795,6 @@ def main() -> int:
         return 0
     if unknown := set(arguments.only or []) - set(CELLS):
         parser.error(f"unknown cells {sorted(unknown)}: of {', '.join(CELLS)}")
-    os.environ["LAYOUTS_GPUS"] = str(arguments.gpus)
     with working_folder() as work:
         return Run(arguments, work).all()
 

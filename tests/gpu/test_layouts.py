@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make layouts` compares, without engines: broken rows must be noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.gpu import layouts
+from tests.gpu.layouts import Answer, Failed
+
+LAYERS, EXPERTS, TOP_K, TOKENS = 2, 16, 4, 3
+
+
+def make_logits(seed: int = 0) -> layouts.Logits:
+    rng = np.random.default_rng(seed)
+    return {
+        index: {
+            layer: rng.normal(size=(length + TOKENS, EXPERTS)).astype(np.float32)
+            for layer in range(LAYERS)
+        }
+        for index, length in enumerate(layouts.LENGTHS)
+    }
+
+
+def route(logits: layouts.Logits) -> dict[int, Answer]:
+    answers = {}
+    for index, length in enumerate(layouts.LENGTHS):
+        rows = None
+        if layouts.asks(index):
+            rows = np.stack(
+                [
+                    np.argsort(-t[: length + TOKENS - 1], 1)[:, :TOP_K]
+                    for t in logits[index].values()
+                ],
+                1,
+            ).astype(np.uint8)
+        answers[index] = Answer([1] * TOKENS, rows, 0, tuple(range(LAYERS)))
+    return answers
+
+
+def exchange(answer: Answer, position: int, layer: int, logits: layouts.Logits, index: int) -> None:
+    """The k-th expert for the next one, whose logits become nearly equal."""
+    order = np.argsort(-logits[index][layer][position])
+    logits[index][layer][position, order[TOP_K]] = (
+        logits[index][layer][position, order[TOP_K - 1]] - 0.001
+    )
+    answer.rows[position, layer, TOP_K - 1] = order[TOP_K]
+
+
+def test_true_rows_agree() -> None:
+    logits = make_logits()
+    answers = route(logits)
+    rows = layouts.check_answers(answers, LAYERS, TOKENS)
+    assert layouts.check_own_logits(answers, logits) == rows * LAYERS
+    assert layouts.check_reference(answers, route(logits), logits)["differ"] == 0
+
+
+def test_a_wrong_expert_is_noticed() -> None:
+    logits = make_logits()
+    answers = route(logits)
+    exchange(answers[1], 200, 1, logits, 1)
+    with pytest.raises(Failed, match=r"prompt 1, layer 1: 1 of 302 rows .* position 200"):
+        layouts.check_own_logits(answers, logits)
+
+
+def test_rows_one_position_late_are_noticed() -> None:
+    logits = make_logits()
+    answers = route(logits)
+    answers[3].rows = np.roll(answers[3].rows, 1, axis=0)
+    with pytest.raises(Failed, match="prompt 3, layer 0"):
+        layouts.check_own_logits(answers, logits)
+
+
+def test_a_repeated_expert_and_missing_rows_are_noticed() -> None:
+    answers = route(make_logits())
+    answers[0].rows[2, 1, 0] = answers[0].rows[2, 1, 1]
+    with pytest.raises(Failed, match="prompt 0: an expert twice"):
+        layouts.check_answers(answers, LAYERS, TOKENS)
+    answers[0].rows = answers[0].rows[1:]
+    with pytest.raises(Failed, match="prompt 0: 6 rows"):
+        layouts.check_answers(answers, LAYERS, TOKENS)
+
+
+def test_close_decisions_may_differ_from_one_gpu() -> None:
+    logits = make_logits()
+    reference = route(logits)
+    answers = route(logits)
+    exchange(answers[1], 200, 0, logits, 1)
+    # Another expert in an earlier layer turns later layers, at this and later positions.
+    answers[1].rows[250, 1] = np.setdiff1d(np.arange(EXPERTS), reference[1].rows[250, 1])[:TOP_K]
+    result = layouts.check_reference(answers, reference, logits)
+    assert (result["differ"], result["first_differ"]) == (2, 1)
+    assert result["greatest_margin"] == pytest.approx(0.001, rel=0.01)
+
+
+def test_decisions_that_are_not_close_must_not_differ() -> None:
+    logits = make_logits()
+    answers = route(logits)
+    answers[1].rows[100, 1] = np.setdiff1d(np.arange(EXPERTS), answers[1].rows[100, 1])[:TOP_K]
+    with pytest.raises(Failed, match="margin"):
+        layouts.check_reference(answers, route(logits), logits)
+
+
+def write_rank(folder: Path, tp: int, logits: np.ndarray, positions: np.ndarray) -> None:
+    first = layouts.make_prompts()[0][0]
+    meta = {
+        "ranks": {"dp": 0, "pp": 0, "tp": tp},
+        "moved": False,
+        "steps": [{"first": [first], "starts": [0, 3]}],
+    }
+    np.savez(
+        folder / f"logits0-dp0-pp0-tp{tp}.npz",
+        **{"meta": np.array(json.dumps(meta)), "0/positions": positions, "0/1": logits},
+    )
+
+
+def test_chunks_of_sequence_parallel_ranks_are_joined(tmp_path: Path) -> None:
+    """Three tokens in two chunks, the last padded."""
+    logits = np.arange(4 * EXPERTS, dtype=np.float32).reshape(4, EXPERTS)
+    for rank in range(2):
+        write_rank(tmp_path, rank, logits[2 * rank : 2 * rank + 2], np.array([4, 5, 6]))
+    gathered, _ = layouts.gather_logits(tmp_path)
+    np.testing.assert_array_equal(gathered[0][1][4:7], logits[:3])
+    assert np.isnan(gathered[0][1][:4]).all()
