@@ -73,8 +73,8 @@ class Tap:
             keep(capture_fn, gating_output)
             return oai_forward(gating_output=gating_output, capture_fn=capture_fn, **kw)
 
-        def tapped_snapshot(runner: Any, num_scheduled_tokens: list[int], *padded: Any) -> Any:
-            tensors = snapshot(runner, num_scheduled_tokens, *padded)
+        def tapped_snapshot(runner: Any, num_scheduled_tokens: list[int], *more: Any) -> Any:
+            tensors = snapshot(runner, num_scheduled_tokens, *more)
             if tensors is not None:
                 req_ids = runner.input_batch.req_ids
                 starts = np.cumsum([0, *num_scheduled_tokens])
