@@ -53,6 +53,8 @@ ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Without a network, vLLM finds no address of its own.
+    "VLLM_HOST_IP": "127.0.0.1",
     # The demo's processes go without: they run eagerly.
     "TORCH_COMPILE_DISABLE": "0",
     "PYTHONPATH": os.pathsep.join(

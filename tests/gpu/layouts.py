@@ -45,7 +45,7 @@ from examples.demo.checkpoint import make_checkpoint  # noqa: E402
 from examples.demo.server import Kept, Server, ServerError  # noqa: E402
 from examples.shapes import GPT_OSS  # noqa: E402
 
-MARGIN = 0.05
+MARGIN = 0.1
 CHUNK = 256
 LENGTHS = (5, 300, 33, 700, 64, 2, 257, 128, 3, 17, 90, 411)
 
@@ -56,6 +56,8 @@ ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Without a network, vLLM finds no address of its own.
+    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_SERVER_DEV_MODE": "1",
     "OMP_NUM_THREADS": "2",
     "PYTHONPATH": os.pathsep.join(
@@ -380,6 +382,9 @@ def run_cell(
             engines.append(stack.enter_context(engine))
         while not all((scratch / f"done-{rank}").exists() for rank in range(cell.dp)):
             raise_refusal(scratch)
+            for error in scratch.glob("error-*.txt"):
+                causes = [engine.first_error() for engine in engines]
+                raise Failed(f"{error.read_text()} ({'; '.join(filter(None, causes))})")
             for rank, engine in enumerate(engines):
                 if engine.poll() is not None and not (scratch / f"done-{rank}").exists():
                     time.sleep(1)
