@@ -224,6 +224,8 @@ def run_engine(spec: dict[str, Any]) -> None:
     summary: dict[str, Any] = {}
 
     def run_for(seconds: float, name: str) -> None:
+        while len(load.wanted) < UNFINISHED:
+            load.add_random()
         load.begin()
         counts = (load.finished, load.tokens, load.steps)
         began = time.monotonic()
@@ -251,10 +253,10 @@ def run_engine(spec: dict[str, Any]) -> None:
     phase[0] = "waves"
     waves = []
     for number in range(WAVES):
-        load.begin()
         began = time.monotonic()
         for _ in range(WAVE):
             load.add(256, 64)
+        load.begin()
         load.drain()
         waves.append(
             {
