@@ -280,7 +280,10 @@ def run_engine(spec: dict[str, Any]) -> None:
     summary["without_all_rows"] = load.bad
     (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
     meet(scratch, "done", spec)
-    # What is left has nothing to say; the keeper ends it.
+    # Don't wait long for the engine's end: the keeper ends what is left.
+    shutdown = threading.Thread(target=llm.llm_engine.engine_core.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(10)
     os._exit(0)
 
 

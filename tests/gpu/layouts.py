@@ -282,8 +282,15 @@ def run_engine(spec: dict[str, Any]) -> None:
     (scratch / f"done-{rank}").touch()
     while len(list(scratch.glob("done-*"))) < size:
         time.sleep(0.1)
-    print("finished", flush=True)
-    # What is left has nothing to say; the keeper ends it.
+    leave(llm)
+
+
+def leave(llm: Any) -> None:
+    """End the engine, but don't wait long for it: it has nothing more to say, and the keeper
+    ends what is left."""
+    shutdown = threading.Thread(target=llm.llm_engine.engine_core.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(10)
     os._exit(0)
 
 
