@@ -7,9 +7,10 @@ A cell starts the layout's engines with a small random model, sends them prompts
 three ask for rows, and compares every row with two oracles:
 
 - the top-k of the router logits that its own ranks recorded in front of dispatch, gathered here;
-- for prompts, one GPU's rows. Floating-point noise may turn a close decision, and whatever follows
-  it in later layers and positions then differs too; each first difference must have a margin
-  (k-th less (k+1)-th logit on one GPU) below `MARGIN`. Logits spread over more than +-10.
+- one GPU's rows of the same prompts, and of what follows as long as it is the same. Floating-point
+  noise may turn a close decision, and later layers and positions then differ too; each first
+  difference must have a margin (k-th less (k+1)-th logit on one GPU) below `MARGIN`. Logits spread
+  over more than +-10.
 
 A finished cell is one line of `cells.jsonl`; started again, the program skips cells that passed.
 `layouts.md` is the table of all, `logs.txt` says what failed cells' engines said last. Cells share
@@ -622,13 +623,16 @@ def check_answers(answers: dict[int, Answer], num_layers: int, tokens: int) -> i
 def check_reference(
     answers: dict[int, Answer], reference: dict[int, Answer], logits: Logits
 ) -> dict[str, Any]:
-    """Compare prompts' rows with one GPU's; `logits` are those of the one GPU."""
+    """Compare rows with one GPU's, as far as the tokens are the same; `logits` are those of the
+    one GPU."""
     decisions = differ = first = 0
     worst = 0.0
     for index, answer in answers.items():
         if answer.rows is None:
             continue
-        length = LENGTHS[index]
+        pairs = zip(answer.tokens, reference[index].tokens, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(answer.tokens))
+        length = min(LENGTHS[index] + same, len(answer.rows), len(reference[index].rows))
         got = np.sort(answer.rows[:length].astype(int), 2)
         want = np.sort(reference[index].rows[:length].astype(int), 2)
         wrong = (got != want).any(2)
