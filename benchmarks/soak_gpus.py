@@ -303,7 +303,9 @@ def run(arguments: argparse.Namespace) -> int:
             "max_num_batched_tokens": 4096,
             "max_num_seqs": 128,
             "enable_prefix_caching": False,
-            "gpu_memory_utilization": 0.6,
+            # Plenty for the load; the pin's shared memory grows with it.
+            "kv_cache_memory_bytes": 8 << 30,
+            "gpu_memory_utilization": 0.5,
             "enable_expert_parallel": arguments.gpus > 1,
             "enable_return_routed_experts": arguments.flag == "on",
             "worker_extension_cls": "soak_worker.Faults",
@@ -312,6 +314,8 @@ def run(arguments: argparse.Namespace) -> int:
         }
         if arguments.eager:
             options |= {"enforce_eager": True, "compilation_config": {}}
+        if arguments.model == "tiny":
+            options["kv_cache_memory_bytes"] = 1 << 30
         record: dict[str, Any] = {
             "build": arguments.build_label,
             "flag": arguments.flag,
