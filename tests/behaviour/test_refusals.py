@@ -12,10 +12,16 @@ import transformers
 from tests.behaviour.conftest import running
 
 
-def test_pipeline_parallelism_is_refused(checkpoint: Callable[..., Path]) -> None:
+def test_pipeline_parallelism_with_external_launcher_is_refused(
+    checkpoint: Callable[..., Path],
+) -> None:
     with (
         pytest.raises(ValueError, match="pipeline-parallel-size 1"),
-        running(checkpoint(), pipeline_parallel_size=2),
+        running(
+            checkpoint(),
+            pipeline_parallel_size=2,
+            distributed_executor_backend="external_launcher",
+        ),
     ):
         pass
 
