@@ -119,6 +119,18 @@ format: $(LOCKED) ## Format the Python files and mend what the linter can mend
 	@$(PY) -m ruff check --fix-only --quiet .
 	@exec $(PY) -m ruff format .
 
+##@ Measure
+
+.PHONY: bench
+bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small without a GPU (ARGS=... chooses)
+	@exec $(PY) benchmarks/overhead.py --out build/bench/overhead --build pristine=build/pristine/site --build patched= \
+		$(or $(ARGS),--engine pristine:off --engine patched:off --engine patched:opt-in)
+
+.PHONY: bench-latency
+bench-latency: $(INSTALLED) $(PRISTINE) ## What big answers cost others' streams over HTTP (ARGS=... chooses)
+	@exec $(PY) benchmarks/latency.py --out build/bench/latency --build pristine=build/pristine/site --build patched= \
+		$(or $(ARGS),--server patched:opt-in --requests 16 --layers 48 --kv-gib 3)
+
 ##@ Work on the series
 
 .PHONY: source

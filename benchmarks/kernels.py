@@ -23,7 +23,7 @@ from typing import Any
 # Run as a file: the repository is not on the path.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.overhead import CONFIG
+from benchmarks.models import QWEN3_30B_A3B as CONFIG
 
 FEW, MANY = 8, 72
 MODES: dict[str, dict[str, bool | None]] = {

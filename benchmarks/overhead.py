@@ -1,149 +1,555 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routed experts cost on a GPU: seconds of three loads with one build of vLLM.
+"""What routed experts cost: builds of vLLM and settings of the flag, side by side, in turns.
 
-    python benchmarks/overhead.py --flag off --out off.json
-    python benchmarks/overhead.py --flag on --out on.json
-    python benchmarks/overhead.py --flag opt-in --out opt-in.json
+    python benchmarks/overhead.py --out OUT --minutes 8.5 \\
+        --build patched=env-patched.sh --engine patched:off --engine patched:opt-in
 
-Real shapes with dummy weights. One engine serves all loads; with `opt-in` (the patched build) the
-requests of a round are all silent, one in ten asks, or all ask, in turn. Seconds are the minimum
-and median of the rounds. Compare only within one run on one machine.
+One engine for each BUILD:FLAG, all of them alive at once on one GPU (the same word twice makes
+two, which shows how engines of one kind differ). Only one runs at a time: every round of a load is
+a turn of each engine, and of each opt-in mode, with the same prompts, in random order, and the next
+round in the reverse order. Ratios are taken within a round.
+
+Every turn is appended to OUT/records.jsonl; run again, and it goes on there, with the same or
+other engines. OUT/report.md, report.json and overhead.png are made at the end, also when time is up
+or something failed, and with `--report-only`. This process needs no vLLM: each engine has its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
-import statistics
+import random
+import signal
+import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-# Qwen3-30B-A3B.
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
-# name: requests, prompt tokens, output tokens
-LOADS = {"decode": (128, 128, 384), "prefill": (128, 2048, 16), "single": (1, 64, 256)}
-SHARES = {"silent": 0.0, "tenth": 0.1, "all": 1.0}
+import psutil
+
+# Run as a file: the repository is not on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.builds import ROOT, Process, Variant, read_builds, read_variants
+from benchmarks.loads import Load, loads_of, modes_of
+from benchmarks.models import MODELS, model_config
+from benchmarks.report import write_report
+
+WORK = ROOT / "build/bench"
+# Kept for stopping the engines and writing the report, seconds.
+END_S = 15.0
+# Kept for counting kernels, seconds an engine's mode.
+KERNELS_S = 12.0
+
+
+class Failure(Exception):
+    """The benchmark cannot go on; the text says why."""
+
+
+def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
+    """Arguments of the engine that all variants share."""
+    if model == "tiny":
+        return {
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 16,
+            "block_size": 32,
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "seed": 0,
+        }
+    return {
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 128,
+        "enable_prefix_caching": True,
+        # The cache's size is given: nothing is measured while other engines hold memory, and all
+        # engines have the same number of blocks.
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": int(kv_gib * 2**30),
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
+        "seed": 0,
+    }
+
+
+class Engine:
+    """A worker process and the socket to it."""
+
+    def __init__(self, variant: Variant, process: Process, listener: socket.socket) -> None:
+        self.variant = variant
+        self.process = process
+        self._listener = listener
+        self._connection: socket.socket | None = None
+        self._lines: Any = None
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        """The next message; the first waits for the worker to connect.
+
+        Raises:
+            Failure: it ended, said nothing in time, or says that something failed.
+        """
+        ends = time.monotonic() + timeout_s
+        while self._connection is None:
+            self._look(ends)
+            with contextlib.suppress(TimeoutError):
+                self._connection, _ = self._listener.accept()
+                self._lines = self._connection.makefile("rb")
+        # A line may come in pieces, and a file object is of no use after a timeout.
+        while True:
+            self._look(ends)
+            self._connection.settimeout(1.0)
+            with contextlib.suppress(TimeoutError):
+                if self._connection.recv(1, socket.MSG_PEEK) == b"":
+                    raise Failure(self._told("ended"))
+                break
+        self._connection.settimeout(max(5.0, ends - time.monotonic()))
+        try:
+            message = json.loads(self._lines.readline())
+        except (OSError, ValueError) as error:
+            raise Failure(self._told(f"broke off: {error}")) from error
+        if "error" in message:
+            raise Failure(self._told(message["error"]))
+        return message
+
+    def ask(self, do: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """Have the worker do something, and wait for its answer. Raises Failure as `hear` does."""
+        assert self._connection is not None
+        try:
+            self._connection.sendall((json.dumps({"do": do, **arguments}) + "\n").encode())
+        except OSError as error:
+            raise Failure(self._told(f"is gone: {error}")) from error
+        return self.hear(timeout_s)
+
+    def cpu_seconds(self) -> float:
+        """Processor seconds of all its processes so far."""
+        total = 0.0
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
+
+    def _look(self, ends: float) -> None:
+        if self.process.poll() is not None:
+            raise Failure(self._told(f"ended with status {self.process.poll()}"))
+        if time.monotonic() > ends:
+            raise Failure(self._told("said nothing in time"))
+
+    def _told(self, what: str) -> str:
+        tail = self.process.tail(40)
+        return f"engine {self.variant.name}: {what}\n--- end of its log ---\n{tail}"
+
+
+class Gpu:
+    """Clock, power and temperature of the GPU, where NVML is there to tell."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        with contextlib.suppress(Exception):
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._nvml = pynvml
+
+    @property
+    def name(self) -> str:
+        """Its name, or empty."""
+        return str(self._nvml.nvmlDeviceGetName(self._handle)) if self.there else ""
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a GPU."""
+        return self._nvml is not None
+
+    def read(self) -> dict[str, int]:
+        """MHz of the multiprocessors, watts and degrees Celsius now; empty without NVML."""
+        if self._nvml is None:
+            return {}
+        nvml = self._nvml
+        with contextlib.suppress(nvml.NVMLError):
+            return {
+                "mhz": nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
+                "watts": nvml.nvmlDeviceGetPowerUsage(self._handle) // 1000,
+                "celsius": nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
+            }
+        return {}
+
+
+class Records:
+    """The file of records: one JSON object a line, appended and flushed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.all: list[dict[str, Any]] = []
+        if path.exists():
+            text = path.read_text()
+            # A kill can leave half a line.
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                path.write_text(whole)
+            self.all = [json.loads(line) for line in whole.splitlines()]
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append a record."""
+        self.all.append(record)
+        with self.path.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Records of a kind."""
+        return [record for record in self.all if record["kind"] == kind]
+
+    def begin(self, setup: dict[str, Any]) -> None:
+        """Write the setup, or see that it is the one that is there.
+
+        Raises:
+            Failure: the records are of another setup.
+        """
+        for there in self.of("setup"):
+            if there != {"kind": "setup", **json.loads(json.dumps(setup))}:
+                raise Failure(f"{self.path} holds records of another setup: take another --out")
+            return
+        self.add({"kind": "setup", **setup})
+
+    def rounds(self, engines: Sequence[str]) -> dict[str, int]:
+        """Last complete round of each load with just these engines."""
+        starts = {
+            start["start"]
+            for start in self.of("start")
+            if sorted(engine["name"] for engine in start["engines"]) == sorted(engines)
+        }
+        counts: dict[tuple[int, str, int], int] = {}
+        last: dict[str, int] = {}
+        for turn in self.of("turn"):
+            key = (turn["start"], turn["load"], turn["round"])
+            counts[key] = counts.get(key, 0) + 1
+            if turn["start"] in starts and counts[key] == turn["of"]:
+                last[turn["load"]] = max(last.get(turn["load"], 0), turn["round"])
+        return last
+
+
+def turns_of(
+    variants: Sequence[Variant], load: Load, modes: Sequence[str], seed: str, number: int
+) -> list[tuple[int, str]]:
+    """The turns of a round, in order: index of the variant and mode. Even rounds go in random
+    order, odd ones in the reverse order of the round before."""
+    turns = [
+        (i, mode)
+        for i, variant in enumerate(variants)
+        for mode in modes_of(variant.flag, load)
+        if variant.flag != "opt-in" or mode in modes
+    ]
+    random.Random(f"{seed} {number // 2}").shuffle(turns)
+    return turns[::-1] if number % 2 else turns
+
+
+class Bench:
+    """The engines of one start, and the rounds they run."""
+
+    def __init__(self, arguments: argparse.Namespace, records: Records, deadline: float) -> None:
+        self.arguments = arguments
+        self.records = records
+        self.deadline = deadline
+        self.loads = {name: loads_of(arguments.model)[name] for name in arguments.loads}
+        self.variants = read_variants(arguments.engine, read_builds(arguments.build))
+        self.start_number = len(records.of("start")) + 1
+        self.engines: list[Engine] = []
+        self.gpu = Gpu()
+        self.on_gpu = False
+        # Seconds of a round, by load, as last seen; and of all rounds since the start.
+        self.cost: dict[str, float] = {}
+        self.spent = dict.fromkeys(self.loads, 0.0)
+
+    def left(self) -> float:
+        """Seconds until measuring must end."""
+        return self.deadline - time.monotonic()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Start the engines, one after the other; at the end, stop all."""
+        arguments = self.arguments
+        with contextlib.ExitStack() as stack:
+            sockets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for number, variant in enumerate(self.variants):
+                path = sockets / f"{number}"
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(str(path))
+                listener.listen(1)
+                listener.settimeout(1.0)
+                options = engine_options(arguments.model, arguments.kv_gib)
+                settings = {
+                    "name": variant.name,
+                    "model": arguments.model,
+                    "layers": arguments.layers,
+                    "options": {**options, **variant.options},
+                }
+                env = {"VLLM_CACHE_ROOT": str(WORK / "cache" / variant.build.name)}
+                if arguments.model == "tiny":
+                    env["TORCH_COMPILE_DISABLE"] = "1"
+                process = Process(
+                    variant.build,
+                    ["-m", "benchmarks.worker", str(path), json.dumps(settings)],
+                    WORK / "logs" / f"{variant.name.replace(' ', '-').replace('#', '')}.log",
+                    env,
+                )
+                stack.enter_context(process)
+                self.engines.append(Engine(variant, process, listener))
+            # All import vLLM at once; then engines start in turn, so that none chooses its kernels
+            # while another keeps the GPU busy.
+            for engine in self.engines:
+                engine.hear(max(5.0, self.left()))
+            started = []
+            for engine in self.engines:
+                began = time.monotonic()
+                told = engine.ask("start", max(5.0, self.left()))
+                tell(
+                    f"{engine.variant.name}: {told['vllm']}, ready after "
+                    f"{time.monotonic() - began:.0f} s"
+                )
+                self.on_gpu = bool(told["gpu"])
+                variant = engine.variant
+                started.append(
+                    {
+                        "name": variant.name,
+                        "build": variant.build.name,
+                        "flag": variant.flag,
+                        "copy": variant.copy,
+                        **told,
+                    }
+                )
+            self.records.add(
+                {
+                    "kind": "start",
+                    "start": self.start_number,
+                    "command": [bare(word) for word in sys.argv],
+                    "when": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+                    "cores": psutil.cpu_count(),
+                    "engines": started,
+                }
+            )
+            try:
+                yield
+            finally:
+                for engine in self.engines:
+                    engine.process.let_go()
+
+    def round(self, name: str, number: int) -> None:
+        """Run one round of a load; round 0 warms up."""
+        load = self.loads[name]
+        turns = turns_of(self.variants, load, self.arguments.modes, name, number)
+        began = time.monotonic()
+        told = []
+        for index, mode in turns:
+            engine = self.engines[index]
+            others = [e for e in self.engines if e is not engine]
+            before = [e.cpu_seconds() for e in others]
+            result = engine.ask("run", max(10.0, self.left()), load=name, mode=mode, number=number)
+            state = self.gpu.read()
+            idle = sum(e.cpu_seconds() - b for e, b in zip(others, before, strict=True))
+            self.records.add(
+                {
+                    "kind": "turn",
+                    "start": self.start_number,
+                    "load": name,
+                    "round": number,
+                    "of": len(turns),
+                    "engine": engine.variant.name,
+                    "mode": mode,
+                    **result,
+                    "idle_cpu_s": round(idle, 3),
+                    **state,
+                }
+            )
+            label = engine.variant.name + (f" {mode}" if mode != engine.variant.flag else "")
+            told.append(f"{label} {result['seconds']:.3f}")
+        self.cost[name] = time.monotonic() - began
+        tell(f"{name} {number}: " + ", ".join(sorted(told)))
+
+    def measure(self) -> None:
+        """Rounds until there are enough, or time is up: always of the load that is most behind
+        its share of the time."""
+        names = [variant.name for variant in self.variants]
+        wanted = self.arguments.rounds
+        reserve = self.kernels_s()
+        for name in self.loads:
+            if self.left() < reserve:
+                return
+            self.round(name, 0)
+        done = self.records.rounds(names)
+        while True:
+            open_loads = [
+                name
+                for name in self.loads
+                if done.get(name, 0) < wanted and self.cost[name] * 1.1 < self.left() - reserve
+            ]
+            if not open_loads:
+                break
+            name = min(open_loads, key=lambda n: self.spent[n] / self.loads[n].share)
+            number = done.get(name, 0) + 1
+            self.round(name, number)
+            self.spent[name] += self.cost[name]
+            done[name] = number
+
+    @property
+    def counts_kernels(self) -> bool:
+        """Whether kernels are to be counted: a CPU has none."""
+        return self.on_gpu and self.arguments.kernels
+
+    def kernels_s(self) -> float:
+        """Seconds that counting kernels is given."""
+        if not self.counts_kernels:
+            return 0.0
+        modes = len(self.kernel_modes("opt-in"))
+        return KERNELS_S * sum(modes if v.flag == "opt-in" else 1 for v in self.variants)
+
+    def kernel_modes(self, flag: str) -> list[str]:
+        """Modes whose kernels are counted: the profile is of one request, which asks or not."""
+        if flag != "opt-in":
+            return [flag]
+        return [mode for mode in ("silent", "all") if mode in self.arguments.modes]
+
+    def finish(self) -> None:
+        """Memory, and kernels where there is time. Nothing is timed after that: a profiler that
+        once ran may slow launches down."""
+        ends: dict[str, Any] = {
+            engine.variant.name: {"memory": engine.ask("memory", 30.0)} for engine in self.engines
+        }
+        if self.counts_kernels:
+            for engine in self.engines:
+                modes = self.kernel_modes(engine.variant.flag)
+                if self.left() < KERNELS_S * len(modes) / 2:
+                    tell(f"no time to count the kernels of {engine.variant.name}")
+                    continue
+                try:
+                    told = engine.ask("kernels", max(10.0, self.left()), modes=modes)
+                except Failure as failure:
+                    tell(f"kernels not counted: {failure}")
+                    continue
+                ends[engine.variant.name]["kernels"] = told
+        self.records.add({"kind": "end", "start": self.start_number, "engines": ends})
+
+
+def bare(word: str) -> str:
+    """A word of the command without this machine's folders."""
+    name, equals, place = word.partition("=")
+    return f"{name}={Path(place).name}" if equals and "/" in place else Path(word).name or word
+
+
+def tell(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def end_orderly(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for records and report")
+    parser.add_argument(
+        "--build",
+        action="append",
+        metavar="NAME=PLACE",
+        help="a build: a script that selects it when sourced, a folder for PYTHONPATH, or nothing "
+        "for the vLLM of this Python; repeat; the first one's `off` is what other builds' `off` "
+        "is compared with",
+    )
+    parser.add_argument(
+        "--engine",
+        action="append",
+        metavar="BUILD:FLAG",
+        help="an engine: flag off, on or opt-in; repeat",
+    )
+    parser.add_argument(
+        "--model", choices=MODELS, default="qwen3-30b-a3b" if Gpu().there else "tiny", help="shape"
+    )
+    parser.add_argument("--layers", type=int, help="only so many layers")
+    parser.add_argument("--kv-gib", type=float, default=5.0, help="KV cache of each engine, GiB")
+    parser.add_argument(
+        "--loads", type=lambda text: text.split(","), help="which; all if not given"
+    )
+    parser.add_argument(
+        "--modes",
+        type=lambda text: text.split(","),
+        default="silent,tenth,all",
+        help="who asks in opt-in engines",
+    )
+    parser.add_argument("--rounds", type=int, default=1000, help="rounds of each load")
+    parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
+    parser.add_argument(
+        "--no-kernels", dest="kernels", action="store_false", help="do not count them"
+    )
+    parser.add_argument(
+        "--report-only", action="store_true", help="make the report anew, run nothing"
+    )
+    arguments = parser.parse_args(words)
+    loads = loads_of(arguments.model)
+    arguments.loads = arguments.loads or list(loads)
+    if unknown := set(arguments.loads) - set(loads):
+        parser.error(f"--loads: {', '.join(sorted(unknown))} not of {', '.join(loads)}")
+    if unknown := set(arguments.modes) - {"silent", "tenth", "all"}:
+        parser.error(f"--modes: {', '.join(sorted(unknown))} not of silent, tenth, all")
+    arguments.build = arguments.build or ["patched="]
+    arguments.engine = arguments.engine or ["patched:off", "patched:opt-in"]
+    try:
+        read_variants(arguments.engine, read_builds(arguments.build))
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--flag", choices=["off", "on", "opt-in"], required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file for the record")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
-    arguments = parser.parse_args()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-
-    import numpy as np
-    import torch
-    import vllm
-    from vllm import LLM, SamplingParams
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = {**CONFIG, "num_hidden_layers": arguments.layers}
-        Path(folder, "config.json").write_text(json.dumps(config))
-        options: dict[str, Any] = {"enable_return_routed_experts": arguments.flag != "off"}
-        if arguments.flag == "opt-in":
-            options["routed_experts_opt_in"] = True
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=4096,
-            max_num_batched_tokens=16384,
-            max_num_seqs=128,
-            enable_prefix_caching=False,
-            gpu_memory_utilization=0.85,
-            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
-            **options,
+    deadline = time.monotonic() - END_S
+    arguments = read_arguments()
+    deadline += 60 * arguments.minutes
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    records = Records(arguments.out / "records.jsonl")
+    if arguments.report_only:
+        print(write_report(records.all, arguments.out))
+        return 0
+    signal.signal(signal.SIGTERM, end_orderly)
+    status = 0
+    try:
+        loads = loads_of(arguments.model)
+        config = model_config(arguments.model, arguments.layers)
+        records.begin(
+            {
+                "model": arguments.model,
+                "layers": config["num_hidden_layers"],
+                "options": engine_options(arguments.model, arguments.kv_gib),
+                "loads": {
+                    name: {**asdict(load), "text": load.text} for name, load in loads.items()
+                },
+            }
         )
-        rng = np.random.default_rng(0)
-        modes = SHARES if arguments.flag == "opt-in" else {arguments.flag: None}
-        seconds: dict[str, dict[str, list[float]]] = {
-            load: {m: [] for m in modes} for load in LOADS
-        }
-        tokens: dict[str, set[int]] = {load: set() for load in LOADS}
-        for number in range(arguments.rounds + 1):
-            for load, (count, prompt_len, output_len) in LOADS.items():
-                prompts = [
-                    {"prompt_token_ids": rng.integers(10, 150000, prompt_len).tolist()}
-                    for _ in range(count)
-                ]
-                for mode, share in modes.items():
-                    params = [
-                        SamplingParams(
-                            temperature=0.0,
-                            ignore_eos=True,
-                            max_tokens=output_len,
-                            detokenize=False,
-                            extra_args=None
-                            if share is None
-                            else {"return_routed_experts": i < share * count},
-                        )
-                        for i in range(count)
-                    ]
-                    began = time.perf_counter()
-                    outputs = llm.generate(prompts, params, use_tqdm=False)
-                    took = time.perf_counter() - began
-                    # The first round warms up.
-                    if number:
-                        seconds[load][mode].append(took)
-                    with_rows = [o.outputs[0].routed_experts is not None for o in outputs]
-                    wanted = (
-                        sum(i < share * count for i in range(count)) if share is not None else 0
-                    )
-                    assert share is None or sum(with_rows) == wanted, (mode, sum(with_rows))
-                    tokens[load].add(hash(tuple(tuple(o.outputs[0].token_ids) for o in outputs)))
-                print(
-                    f"round {number} {load}: "
-                    + ", ".join(f"{m} {(v or [0.0])[-1]:.3f}" for m, v in seconds[load].items()),
-                    flush=True,
-                )
-    record = {
-        # Names only: a record says nothing of the machine's folders.
-        "command": [Path(word).name for word in sys.argv],
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(),
-        "model": "Qwen3-30B-A3B shape, dummy weights, bfloat16",
-        "layers": arguments.layers,
-        "loads": LOADS,
-        "seconds": seconds,
-        "minimum": {p: {m: min(v) for m, v in s.items()} for p, s in seconds.items()},
-        "median": {p: {m: statistics.median(v) for m, v in s.items()} for p, s in seconds.items()},
-    }
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({"minimum": record["minimum"], "median": record["median"]}, indent=1))
-    return 0
+        bench = Bench(arguments, records, deadline)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(bench.running())
+            try:
+                bench.measure()
+                bench.finish()
+            finally:
+                # Before the engines are stopped, which takes seconds.
+                if records.of("turn"):
+                    print(write_report(records.all, arguments.out), flush=True)
+    except Failure as failure:
+        tell(f"FAILED: {failure}")
+        status = 1
+    except KeyboardInterrupt:
+        tell("stopped by a signal; run again to go on")
+        status = 130
+    return status
 
 
 if __name__ == "__main__":

@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others' big answers cost a stream: inter-token latency over HTTP.
+
+    python benchmarks/latency.py --out OUT --build patched=env-patched.sh --server patched:opt-in
+
+Silent streams decode. Then a burst of requests is admitted in one step (the server is paused while
+they come in), runs along, and ends in one step; when they ask, each answer brings the rows of its
+whole sequence. Their prompts lie in the prefix cache, with rows, so a burst is seconds long. Rounds
+alternate between bursts that ask and bursts that do not, and between the servers, which are all
+alive; times between two chunks are compared. The streams and the burst are read by two processes.
+
+Records are appended to OUT/latency.jsonl; the report is OUT/latency.md and latency.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import platform
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+# Run as a file: the repository is not on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.builds import Process, Variant, read_builds, read_variants
+from benchmarks.models import MODELS, model_config, write_model
+from benchmarks.overhead import WORK, Failure, Gpu, Records, bare, end_orderly, tell
+from benchmarks.paired import compare
+from benchmarks.report import table, with_interval
+from examples.trainer.client import decode_rows
+
+GENERATE = "/inference/v1/generate"
+# Chunks of every stream before the burst: the first are not looked at.
+SKIPPED, ALONE = 8, 24
+# Seconds that the server is paused for the burst to come in, and that streams run on after it.
+COME_IN_S, AFTER_S = 1.0, 0.3
+BURST_HEAD = ["Server, burst", "Rounds", "Answers, MB", "Began within, ms", "Took, ms"]
+PHASES = {
+    "alone": "before the burst",
+    "admitted": "the first four steps with it",
+    "along": "while it decodes",
+    "ended": "from its last steps until the last answer is read",
+}
+
+
+def body_of(prompt: Sequence[int], output: int, asks: bool | None, stream: bool) -> dict[str, Any]:
+    """A request of `/inference/v1/generate`."""
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": output, "ignore_eos": True}
+    if asks is not None:
+        params["extra_args"] = {"return_routed_experts": asks}
+    return {"token_ids": list(prompt), "sampling_params": params, "stream": stream}
+
+
+def phases_of(
+    arrivals: Sequence[float], resumed: float, done: float, output: int
+) -> dict[str, list[float]]:
+    """Times between the chunks of a stream, by phase.
+
+    Args:
+        arrivals: when its chunks came, in seconds; a chunk is a step.
+        resumed: when the server was told to go on with the burst.
+        done: when the last answer of the burst had been read.
+        output: tokens, and so steps, of the burst.
+
+    The time to the first chunk after the pause counts from `resumed`.
+    """
+    times = np.array(arrivals)
+    before, after = times[times <= resumed], times[times > resumed]
+    gaps = np.diff(np.concatenate([[resumed], after]))
+    started = np.concatenate([[resumed], after])[:-1]
+    gaps = gaps[started <= done]
+    return {
+        "alone": np.diff(before)[SKIPPED:].tolist(),
+        "admitted": gaps[:4].tolist(),
+        "along": gaps[4 : output - 2].tolist(),
+        "ended": gaps[max(4, output - 2) :].tolist(),
+    }
+
+
+async def send_burst(url: str, bodies: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+    """Send all at once and read all answers; what came, and when the last was read."""
+    limits = httpx.Limits(max_connections=len(bodies))
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout_s) as client:
+        first: list[float] = []
+        last: list[float] = []
+
+        async def one(body: dict[str, Any]) -> bytes:
+            parts = []
+            async with client.stream("POST", GENERATE, json=body) as answer:
+                first.append(time.perf_counter())
+                async for part in answer.aiter_raw():
+                    parts.append(part)
+                last.append(time.perf_counter())
+            content = b"".join(parts)
+            if answer.status_code != 200:
+                raise Failure(f"the burst got {answer.status_code}: {content[:300]!r}")
+            return content
+
+        answers = await asyncio.gather(*(one(body) for body in bodies))
+    rows = json.loads(answers[-1])["choices"][0].get("routed_experts")
+    return {
+        "bytes": sum(map(len, answers)),
+        "rows": 0 if rows is None else len(decode_rows(rows)),
+        "first": min(first),
+        "last_first": max(first),
+        "done": max(last),
+    }
+
+
+def serve_bursts(pipe: multiprocessing.connection.Connection) -> None:
+    """The second process: sends the bursts that it is told to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError):
+        while True:
+            url, bodies, timeout_s = pipe.recv()
+            try:
+                pipe.send(asyncio.run(send_burst(url, bodies, timeout_s)))
+            except Exception as error:
+                pipe.send({"error": f"{type(error).__name__}: {error}"})
+
+
+class Server:
+    """One server of a variant."""
+
+    def __init__(self, variant: Variant, arguments: argparse.Namespace, model: Path) -> None:
+        self.variant = variant
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        words = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format=dummy"]
+        words += ["--skip-tokenizer-init", "--host=127.0.0.1", f"--port={port}"]
+        words += [f"--max-model-len={max(4096, arguments.prompt + arguments.output + 16)}"]
+        words += [f"--max-num-seqs={arguments.requests + arguments.streams}"]
+        words += [f"--kv-cache-memory-bytes={int(arguments.kv_gib * 2**30)}"]
+        words += ["--disable-uvicorn-access-log", "--gpu-memory-utilization=0.1"]
+        env = {"VLLM_CACHE_ROOT": str(WORK / "cache" / variant.build.name)}
+        if arguments.model == "tiny":
+            words += ["--enforce-eager", "--block-size=32", "--max-num-batched-tokens=2048"]
+            env["TORCH_COMPILE_DISABLE"] = "1"
+        else:
+            sizes = [1, 2, 4, 8, 16, 32, 64, 80, 96, 128]
+            config = json.dumps({"cudagraph_capture_sizes": sizes})
+            words += ["--max-num-batched-tokens=8192", f"--compilation-config={config}"]
+        words += [f"--{name.replace('_', '-')}" for name, on in variant.options.items() if on]
+        log = WORK / "logs" / f"server-{variant.name.replace(' ', '-').replace('#', '')}.log"
+        self.process = Process(variant.build, words, log, env)
+
+    def wait(self, ends: float) -> None:
+        """Return when it is ready. Raises Failure if it ends, or is not ready in time."""
+        while True:
+            if self.process.poll() is not None:
+                raise Failure(f"{self.variant.name} ended:\n{self.process.tail(40)}")
+            if time.monotonic() > ends:
+                raise Failure(f"{self.variant.name} is not ready:\n{self.process.tail(40)}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(self.url + "/health", timeout=2).status_code == 200:
+                    return
+            time.sleep(0.2)
+
+    @property
+    def modes(self) -> list[str]:
+        """Who asks in the bursts it gets."""
+        return ["silent", "all"] if self.variant.flag == "opt-in" else [self.variant.flag]
+
+
+class Bench:
+    """The rounds of one start."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        pipe: multiprocessing.connection.Connection,
+        deadline: float,
+    ) -> None:
+        self.arguments = arguments
+        self.pipe = pipe
+        self.deadline = deadline
+        self.vocab = model_config(arguments.model)["vocab_size"]
+        rng = np.random.default_rng(5)
+        shape = (arguments.requests, arguments.prompt)
+        self.prompts = rng.integers(10, self.vocab - 10, shape).tolist()
+
+    def left(self) -> float:
+        """Seconds until the end, and never less than a few."""
+        return max(5.0, self.deadline - time.monotonic())
+
+    def burst(self, server: Server, asks: bool | None, output: int) -> None:
+        """Have the other process send the burst."""
+        bodies = [body_of(prompt, output, asks, stream=False) for prompt in self.prompts]
+        self.pipe.send((server.url, bodies, self.left()))
+
+    async def burst_result(self) -> dict[str, Any]:
+        """What the burst came to. Raises Failure if it failed or takes too long."""
+        ends = time.monotonic() + self.left()
+        while not self.pipe.poll():
+            if time.monotonic() > ends:
+                raise Failure("the burst was not answered in time")
+            await asyncio.sleep(0.005)
+        told = self.pipe.recv()
+        if "error" in told:
+            raise Failure(told["error"])
+        return told
+
+    async def warm_up(self, server: Server) -> None:
+        """Put the burst's prompts into the prefix cache, with rows where the server has any."""
+        self.burst(server, True if server.variant.flag == "opt-in" else None, 1)
+        await self.burst_result()
+
+    async def turn(self, server: Server, mode: str) -> dict[str, Any]:
+        """One burst among the streams; times in milliseconds by phase."""
+        arguments = self.arguments
+        opt_in = server.variant.flag == "opt-in"
+        rng = np.random.default_rng(6)
+        arrivals: list[list[float]] = [[] for _ in range(arguments.streams)]
+        limits = httpx.Limits(max_connections=arguments.streams + 2)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as client:
+
+            async def stream(own: list[float], prompt: list[int]) -> None:
+                body = body_of(prompt, 4000, False if opt_in else None, stream=True)
+                async with client.stream("POST", GENERATE, json=body) as answer:
+                    if answer.status_code != 200:
+                        raise Failure(
+                            f"a stream got {answer.status_code}: {await answer.aread()!r}"
+                        )
+                    async for part in answer.aiter_raw():
+                        if part.startswith(b"data: {"):
+                            own.append(time.perf_counter())
+
+            tasks = [
+                asyncio.create_task(stream(own, rng.integers(10, self.vocab - 10, 16).tolist()))
+                for own in arrivals
+            ]
+
+            async def sleep(seconds: float) -> None:
+                if self.deadline < time.monotonic():
+                    raise Failure("time is up in a round")
+                await asyncio.sleep(seconds)
+                for task in tasks:
+                    if task.done():
+                        raise task.exception() or Failure("a stream ended too early")
+
+            try:
+                while min(map(len, arrivals)) < SKIPPED + ALONE:
+                    await sleep(0.01)
+                await client.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+                self.burst(server, {"silent": False, "all": True}.get(mode), arguments.output)
+                await sleep(COME_IN_S)
+                resumed = time.perf_counter()
+                await client.post("/resume")
+                burst = await self.burst_result()
+                await sleep(AFTER_S)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        if mode == "all" and burst["rows"] != arguments.prompt + arguments.output - 1:
+            raise Failure(f"an answer has {burst['rows']} rows")
+        gaps: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        for own in arrivals:
+            for phase, found in phases_of(own, resumed, burst["done"], arguments.output).items():
+                gaps[phase] += [round(1e3 * gap, 3) for gap in found]
+        return {
+            "gaps_ms": gaps,
+            "answers_mb": round(burst["bytes"] / 1e6, 3),
+            "ended_within_ms": round(1e3 * (burst["last_first"] - burst["first"]), 1),
+            "burst_ms": round(1e3 * (burst["done"] - resumed), 1),
+        }
+
+
+def quantiles(gaps: Sequence[float]) -> dict[str, float]:
+    """Median, 99th percentile and greatest."""
+    p50, p99, most = np.quantile(gaps, [0.5, 0.99, 1.0]).tolist()
+    return {"p50": p50, "p99": p99, "max": most}
+
+
+def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Quantiles by server and mode, by phase, over all rounds; and the ratios of `all` to
+    `silent` of one server, by rounds."""
+    turns = [record for record in records if record["kind"] == "turn"]
+    labels = list(dict.fromkeys((turn["server"], turn["mode"]) for turn in turns))
+    by_label = {
+        f"{server}, {mode}": [t for t in turns if (t["server"], t["mode"]) == (server, mode)]
+        for server, mode in labels
+    }
+    found: dict[str, Any] = {"milliseconds": {}, "ratios": {}}
+    for label, own in by_label.items():
+        found["milliseconds"][label] = {
+            phase: quantiles([gap for turn in own for gap in turn["gaps_ms"][phase]])
+            for phase in PHASES
+            if any(turn["gaps_ms"][phase] for turn in own)
+        }
+    for server in dict.fromkeys(server for server, _ in labels):
+        if not {(server, "all"), (server, "silent")} <= set(labels):
+            continue
+        rounds: dict[tuple[int, int], dict[str, Any]] = {}
+        for turn in turns:
+            if turn["server"] == server:
+                rounds.setdefault((turn["start"], turn["round"]), {})[turn["mode"]] = turn
+        pairs = [r for r in rounds.values() if {"all", "silent"} <= set(r)]
+        for phase in PHASES:
+            for quantile in ("p50", "p99"):
+                times = [
+                    [quantiles(pair[mode]["gaps_ms"][phase])[quantile] for pair in pairs]
+                    for mode in ("all", "silent")
+                    if all(pair[mode]["gaps_ms"][phase] for pair in pairs)
+                ]
+                if len(times) == 2 and pairs:
+                    key = f"{server}, {phase}, {quantile}"
+                    found["ratios"][key] = with_interval(compare(*times))
+    return found
+
+
+def report_text(records: Sequence[dict[str, Any]]) -> str:
+    """The report in Markdown."""
+    setup = next(record for record in records if record["kind"] == "setup")
+    starts = [record for record in records if record["kind"] == "start"]
+    turns = [record for record in records if record["kind"] == "turn"]
+    found = summarize(records)
+    length = setup["prompt"] + setup["output"]
+    rows = [
+        [label, PHASES[phase], *(f"{q[name]:.1f}" for name in ("p50", "p99", "max"))]
+        for label, phases in found["milliseconds"].items()
+        for phase, q in phases.items()
+    ]
+    bursts = []
+    for label in found["milliseconds"]:
+        own = [t for t in turns if f"{t['server']}, {t['mode']}" == label]
+        bursts.append(
+            [label, len(own)]
+            + [
+                f"{statistics.median(t[key] for t in own):,.1f}"
+                for key in ("answers_mb", "ended_within_ms", "burst_ms")
+            ]
+        )
+    return "\n".join(
+        [
+            f"# Streams beside {setup['requests']} requests of {length:,} tokens: "
+            f"{setup['model']} on {setup['device']}\n",
+            f"{setup['layers']} layers, dummy weights; {setup['streams']} silent streams; "
+            f"{setup['requests']} requests ({setup['prompt']:,} tokens in, cached; "
+            f"{setup['output']} out) are admitted in one step and end in one. vLLM "
+            f"{', '.join(starts[0]['versions'])}; {starts[0]['cores']} cores, "
+            f"{starts[0]['machine']}.\n",
+            "```sh\n" + "\n".join("python " + " ".join(s["command"]) for s in starts) + "\n```\n",
+            "Milliseconds between two chunks of a stream, over all rounds; `all`: the burst asks "
+            "for rows, else it does not.\n",
+            table(["Server, burst", "When", "p50", "p99", "Greatest"], rows),
+            "The burst, medians of the rounds: all answers together, the time between the first "
+            "and the last answer's beginning, and from its admission until all was read.\n",
+            table(BURST_HEAD, bursts),
+            "Asking against not asking, by rounds: the Hodges-Lehmann estimate of the ratio and "
+            "the exact 95 % interval of Wilcoxon's signed-rank test.\n",
+            table(["Server, when, quantile", "Costs"], list(found["ratios"].items())),
+        ]
+    )
+
+
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for records and report")
+    parser.add_argument("--build", action="append", metavar="NAME=PLACE", help="as overhead.py's")
+    parser.add_argument("--server", action="append", metavar="BUILD:FLAG", help="a server; repeat")
+    parser.add_argument(
+        "--model", choices=MODELS, default="qwen3-30b-a3b" if Gpu().there else "tiny", help="shape"
+    )
+    parser.add_argument("--layers", type=int, help="only so many layers")
+    parser.add_argument("--kv-gib", type=float, default=32.0, help="KV cache of a server, GiB")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=64, help="requests of the burst")
+    parser.add_argument("--prompt", type=int, default=3936, help="tokens in of each")
+    parser.add_argument("--output", type=int, default=64, help="tokens out of each")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
+    parser.add_argument("--report-only", action="store_true", help="make the report anew")
+    arguments = parser.parse_args(words)
+    arguments.build = arguments.build or ["patched="]
+    arguments.server = arguments.server or ["patched:opt-in"]
+    try:
+        read_variants(arguments.server, read_builds(arguments.build))
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def write_report(records: Records, out: Path) -> None:
+    """Write latency.md and latency.json, and print the first."""
+    if records.of("turn"):
+        text = report_text(records.all)
+        (out / "latency.md").write_text(text)
+        (out / "latency.json").write_text(json.dumps(summarize(records.all), indent=1) + "\n")
+        print(text, flush=True)
+
+
+def main() -> int:
+    began = time.monotonic()
+    arguments = read_arguments()
+    deadline = began + 60 * arguments.minutes - 12.0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    records = Records(arguments.out / "latency.jsonl")
+    if arguments.report_only:
+        write_report(records, arguments.out)
+        return 0
+    signal.signal(signal.SIGTERM, end_orderly)
+    try:
+        with contextlib.ExitStack() as stack:
+            run(arguments, records, deadline, stack)
+    except (Failure, httpx.HTTPError) as failure:
+        tell(f"FAILED: {type(failure).__name__}: {failure}")
+        return 1
+    except KeyboardInterrupt:
+        tell("stopped by a signal; run again to go on")
+        return 130
+    return 0
+
+
+def run(
+    arguments: argparse.Namespace, records: Records, deadline: float, stack: contextlib.ExitStack
+) -> None:
+    """Start the servers on the stack and run rounds until there are enough or time is up."""
+    config = model_config(arguments.model, arguments.layers)
+    records.begin(
+        {
+            "model": arguments.model,
+            "layers": config["num_hidden_layers"],
+            "device": Gpu().name or "CPU",
+            **{k: getattr(arguments, k) for k in ("streams", "requests", "prompt", "output")},
+        }
+    )
+    stack.callback(write_report, records, arguments.out)
+    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+    sender = multiprocessing.get_context("spawn").Process(
+        target=serve_bursts, args=(theirs,), daemon=True
+    )
+    sender.start()
+    theirs.close()
+    stack.callback(sender.terminate)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    model = write_model(folder / "model", arguments.model, arguments.layers)
+    servers = []
+    for variant in read_variants(arguments.server, read_builds(arguments.build)):
+        server = Server(variant, arguments, model)
+        stack.enter_context(server.process)
+        server.wait(deadline)
+        servers.append(server)
+        tell(f"{variant.name} is ready")
+    bench = Bench(arguments, pipe, deadline)
+    number = len(records.of("start")) + 1
+    versions = [httpx.get(s.url + "/version", timeout=10).json()["version"] for s in servers]
+    records.add(
+        {
+            "kind": "start",
+            "start": number,
+            "command": [bare(word) for word in sys.argv],
+            "versions": [f"{s.variant.name} {v}" for s, v in zip(servers, versions, strict=True)],
+            "cores": psutil.cpu_count(),
+            "machine": f"{platform.machine()}, {psutil.virtual_memory().total / 2**30:.0f} GiB",
+        }
+    )
+    for server in servers:
+        asyncio.run(bench.warm_up(server))
+    tell("prompts are cached")
+    cost = 0.0
+    last = max((turn["round"] for turn in records.of("turn")), default=0)
+    # The first round warms up and is not recorded.
+    for round_number in range(last, arguments.rounds + 1):
+        if cost * 1.1 > deadline - time.monotonic():
+            tell("time is up")
+            break
+        began = time.monotonic()
+        turns = [(server, mode) for server in servers for mode in server.modes]
+        for server, mode in turns[::-1] if round_number % 2 else turns:
+            told = asyncio.run(bench.turn(server, mode))
+            ended = quantiles(told["gaps_ms"]["ended"] or [0.0])
+            tell(
+                f"{round_number} {server.variant.name}, {mode}: {told['answers_mb']:.1f} MB, "
+                f"began within {told['ended_within_ms']:.0f} ms, streams then p50 "
+                f"{ended['p50']:.1f}, p99 {ended['p99']:.1f}, greatest {ended['max']:.1f} ms"
+            )
+            if round_number > last:
+                records.add(
+                    {
+                        "kind": "turn",
+                        "start": number,
+                        "round": round_number,
+                        "server": server.variant.name,
+                        "mode": mode,
+                        **told,
+                    }
+                )
+        cost = time.monotonic() - began
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loads that are timed, and who asks in which mode."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+# Who asks: in opt-in engines every request says whether it does; others have one mode, the flag's.
+SHARES: dict[str, float] = {"silent": 0.0, "tenth": 0.1, "all": 1.0}
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load: `turns` batches, each of which starts when the one before has ended.
+
+    Attributes:
+        requests: requests of a batch.
+        prompt: tokens that each turn adds to a conversation.
+        output: tokens that each request returns.
+        turns: turns of a conversation; a later one repeats the earlier and their answers.
+        shared: tokens that all conversations begin with, before `prompt`.
+        decodes: whether most steps only decode: then the step's time is told too.
+        share: part of the measuring time.
+    """
+
+    requests: int
+    prompt: int
+    output: int
+    turns: int = 1
+    shared: int = 0
+    decodes: bool = False
+    share: float = 0.13
+
+    def first_prompts(self, key: str, vocab: int) -> list[list[int]]:
+        """Prompts of the first turn; the same for the same key."""
+        rng = np.random.default_rng(zlib.crc32(key.encode()))
+        shared = rng.integers(10, vocab - 10, self.shared).tolist()
+        return [
+            shared + rng.integers(10, vocab - 10, self.prompt).tolist()
+            for _ in range(self.requests)
+        ]
+
+    def later_tokens(self, key: str, vocab: int) -> list[list[int]]:
+        """What a later turn, which the key names, adds to each conversation."""
+        rng = np.random.default_rng(zlib.crc32(key.encode()))
+        return rng.integers(10, vocab - 10, (self.requests, self.prompt)).tolist()
+
+    def asks(self, mode: str) -> list[bool | None]:
+        """For each request whether it asks; None in modes that are the flag of the engine."""
+        if mode not in SHARES:
+            return [None] * self.requests
+        every = round(1 / SHARES[mode]) if SHARES[mode] else self.requests + 1
+        return [(i + 1) % every == 0 for i in range(self.requests)]
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        text = f"{self.requests} × ({self.prompt:,} in, {self.output} out)"
+        if self.turns > 1:
+            text += f", {self.turns} turns"
+        if self.shared:
+            text += f", first {self.shared:,} tokens shared"
+        return text
+
+
+LOADS: dict[str, Load] = {
+    "decode": Load(128, 128, 128, decodes=True, share=0.6),
+    "prefill": Load(16, 2048, 4),
+    "single": Load(1, 64, 192, decodes=True),
+    "turns": Load(16, 256, 32, turns=3, shared=512, share=0.14),
+}
+# Rehearses on a CPU.
+TINY_LOADS: dict[str, Load] = {
+    "decode": Load(16, 16, 24, decodes=True, share=0.6),
+    "prefill": Load(4, 200, 2),
+    "single": Load(1, 16, 24, decodes=True),
+    "turns": Load(4, 40, 6, turns=3, shared=64, share=0.14),
+}
+
+
+def loads_of(model: str) -> dict[str, Load]:
+    """The loads for a model of `benchmarks.models`."""
+    return TINY_LOADS if model == "tiny" else LOADS
+
+
+def modes_of(flag: str, load: Load) -> list[str]:
+    """Modes of an engine with that flag under that load."""
+    if flag != "opt-in":
+        return [flag]
+    return [mode for mode in SHARES if mode != "tenth" or load.requests >= 10]

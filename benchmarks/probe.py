@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only the process that holds the GPU can tell: its memory, and the kernels it runs.
+
+vLLM mixes `Probe` into its worker class (`worker_extension_cls`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+
+class Probe:
+    """Methods for `LLM.collective_rpc`."""
+
+    def probe_device(self) -> str:
+        """Name of the GPU, or empty."""
+        import torch
+
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+    def probe_memory(self) -> dict[str, int]:
+        """Peak bytes that torch allocated and reserved on the GPU; empty without one."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return {}
+        return {
+            "gpu_allocated": torch.cuda.max_memory_allocated(),
+            "gpu_reserved": torch.cuda.max_memory_reserved(),
+        }
+
+    def probe_settle(self) -> None:
+        """Collect what is garbage, and let later collections pass over what is left."""
+        gc.collect()
+        gc.freeze()
+
+    def probe_profile_start(self) -> None:
+        """Begin to record what runs on the GPU."""
+        import torch
+
+        self._probe_profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA]
+        )
+        self._probe_profile.__enter__()
+
+    def probe_profile_stop(self) -> dict[str, int]:
+        """What ran since: number of runs by kernel's name or kind of copy."""
+        import torch
+
+        torch.cuda.synchronize()
+        self._probe_profile.__exit__(None, None, None)
+        events = self._probe_profile.events()
+        del self._probe_profile
+        cuda = torch.autograd.DeviceType.CUDA
+        return dict(Counter(event.name for event in events if event.device_type == cuda))

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and a picture from the records of `overhead.py`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paired import Estimate, compare
+
+Record = dict[str, Any]
+# An engine's name and a mode.
+Label = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One label against another under one load.
+
+    Attributes:
+        load: name of the load.
+        label: what is compared, in words.
+        reference: with what.
+        target: percent it may cost; None where nothing was promised.
+        seconds: the difference of a round's time, everything included.
+        step: the difference of a decode step's time; None for loads that are not decoding.
+        step_us: median microseconds of a step, of the reference and of the label.
+        starts: the seconds' estimate of each start of the engines, in percent.
+    """
+
+    load: str
+    label: str
+    reference: str
+    target: float | None
+    seconds: Estimate
+    step: Estimate | None
+    step_us: tuple[float, float] | None
+    starts: list[float]
+
+    @property
+    def verdict(self) -> str:
+        """Whether the target is met, by the ends of the interval."""
+        low, high = self.seconds.low, self.seconds.high
+        if self.target is None:
+            return ""
+        if low is None or high is None:
+            return "too few rounds"
+        if high <= self.target:
+            return "met"
+        if low > self.target:
+            return "missed"
+        noise = (high - low) / 2
+        if noise > self.target:
+            return f"not decided: noise of ±{noise:.2f} % exceeds the target"
+        return "not decided: the interval holds the target"
+
+
+def target_of(load: str, mode: str) -> float | None:
+    """What a mode may cost against the flag off, in percent."""
+    if mode == "silent":
+        return 0.2
+    if mode == "all":
+        return 0.8 if load == "single" else 0.5
+    return None
+
+
+def in_words(label: Label, engine: Record) -> str:
+    """An engine and its mode, as tables name them."""
+    return label[0] if label[1] == engine["flag"] else f"{label[0]}, {label[1]}"
+
+
+def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> list[tuple]:
+    """(label, reference) of everything that is worth comparing, in the order of the engines.
+
+    With the same build's `off`; `all` and `tenth` with `silent` of their own engine; other builds'
+    `off` with the first one's.
+    """
+    off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
+    first_off = next((off[e["build"]] for e in engines if e["build"] in off), None)
+    found = []
+    for engine in engines:
+        for mode in modes[engine["name"]]:
+            label = (engine["name"], mode)
+            reference = off.get(engine["build"])
+            if reference and reference != label:
+                found.append((label, reference))
+            if engine["flag"] == "off" and reference == label and first_off not in (None, label):
+                found.append((label, first_off))
+            if mode in ("tenth", "all") and "silent" in modes[engine["name"]]:
+                found.append((label, (engine["name"], "silent")))
+    return found
+
+
+def engines_of(records: Iterable[Record]) -> list[Record]:
+    """Every engine that ever started, the first of its name, in order."""
+    engines: dict[str, Record] = {}
+    for record in records:
+        if record["kind"] == "start":
+            for engine in record["engines"]:
+                engines.setdefault(engine["name"], engine)
+    return list(engines.values())
+
+
+def timed(records: Iterable[Record]) -> dict[str, dict[tuple[int, int], dict[Label, Record]]]:
+    """Turns by load, by (start, round), by label; without the rounds that warm up."""
+    turns: dict[str, dict[tuple[int, int], dict[Label, Record]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for record in records:
+        if record["kind"] == "turn" and record["round"]:
+            by_label = turns[record["load"]][record["start"], record["round"]]
+            by_label[record["engine"], record["mode"]] = record
+    return turns
+
+
+def comparisons(records: Sequence[Record]) -> list[Comparison]:
+    """Everything that can be compared within rounds."""
+    engines = engines_of(records)
+    by_name = {engine["name"]: engine for engine in engines}
+    turns = timed(records)
+    seen = {(turn["engine"], turn["mode"]): None for turn in records if turn["kind"] == "turn"}
+    modes = {e["name"]: [m for name, m in seen if name == e["name"]] for e in engines}
+    order = ["off", "on", "silent", "tenth", "all"]
+    modes = {name: sorted(found, key=order.index) for name, found in modes.items()}
+    found = []
+    for load, rounds in turns.items():
+        for label, reference in pairs_to_compare(engines, modes):
+            both = {key: r for key, r in rounds.items() if label in r and reference in r}
+            if not both:
+                continue
+            mine = [r[label] for r in both.values()]
+            its = [r[reference] for r in both.values()]
+            seconds = compare([t["seconds"] for t in mine], [t["seconds"] for t in its])
+            step, step_us = None, None
+            if all(t["step_us"] for t in mine + its):
+                step = compare([t["step_us"] for t in mine], [t["step_us"] for t in its])
+                step_us = (
+                    statistics.median(t["step_us"] for t in its),
+                    statistics.median(t["step_us"] for t in mine),
+                )
+            starts = []
+            for start in sorted({key[0] for key in both}):
+                own = [r for key, r in both.items() if key[0] == start]
+                starts.append(
+                    compare(
+                        [r[label]["seconds"] for r in own], [r[reference]["seconds"] for r in own]
+                    ).percent
+                )
+            against_off = by_name[reference[0]]["flag"] == "off"
+            found.append(
+                Comparison(
+                    load,
+                    in_words(label, by_name[label[0]]),
+                    in_words(reference, by_name[reference[0]]),
+                    target_of(load, label[1]) if against_off else None,
+                    seconds,
+                    step,
+                    step_us,
+                    starts,
+                )
+            )
+    return found
+
+
+def percent(value: float) -> str:
+    return f"{value:+.2f} %"
+
+
+def with_interval(estimate: Estimate) -> str:
+    """An estimate as tables have it: +0.12 % [+0.05, +0.19]."""
+    text = percent(estimate.percent)
+    if estimate.low is not None and estimate.high is not None:
+        text += f" [{estimate.low:+.2f}, {estimate.high:+.2f}]"
+    return text
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def spreads(records: Sequence[Record]) -> list[list[str]]:
+    """Rows of the table of rounds: median and spread of every label under every load."""
+    by_name = {engine["name"]: engine for engine in engines_of(records)}
+    rows = []
+    for load, rounds in timed(records).items():
+        labels = {label: None for by_label in rounds.values() for label in by_label}
+        for label in sorted(labels, key=lambda pair: (list(by_name).index(pair[0]), pair[1])):
+            turns = [by_label[label] for by_label in rounds.values() if label in by_label]
+            seconds = [turn["seconds"] for turn in turns]
+            middle = statistics.median(seconds)
+            quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [middle] * 3
+            slow = sum(s > 1.03 * middle for s in seconds)
+            steps = [turn["step_us"] for turn in turns if turn["step_us"]]
+            rows.append(
+                [
+                    load,
+                    in_words(label, by_name[label[0]]),
+                    len(turns),
+                    f"{middle:.3f}",
+                    f"{100 * (quarters[2] - quarters[0]) / middle:.2f} %",
+                    slow,
+                    f"{statistics.median(steps):,.1f}" if steps else "",
+                    f"{statistics.median(t['rows_bytes'] for t in turns) / 1e6:,.2f}",
+                    f"{statistics.median(t['cached_tokens'] for t in turns):,.0f}",
+                ]
+            )
+    return rows
+
+
+def tokens_of(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
+    """By load: rounds in which every engine and mode returned the same tokens, and all rounds."""
+    return {
+        load: (
+            sum(
+                len({turn["tokens"] for turn in by_label.values()}) == 1
+                for by_label in rounds.values()
+            ),
+            len(rounds),
+        )
+        for load, rounds in timed(records).items()
+    }
+
+
+def ends_of(records: Sequence[Record]) -> tuple[list[list[str]], list[list[str]]]:
+    """Rows of the tables of kernels and of memory, from the last start that has them."""
+    kernels: dict[Label, Record] = {}
+    memory: dict[str, Record] = {}
+    idle: dict[str, int] = {}
+    by_name = {engine["name"]: engine for engine in engines_of(records)}
+    for record in records:
+        if record["kind"] == "end":
+            for name, end in record["engines"].items():
+                memory[name] = end["memory"]
+                for mode, step in end.get("kernels", {}).get("steps", {}).items():
+                    kernels[name, mode] = step
+                    idle[name] = end["kernels"]["idle"]
+    return (
+        [
+            [
+                in_words(label, by_name[label[0]]),
+                f"{step['kernels']:g}",
+                f"{step['copies']:g}",
+                idle[label[0]],
+            ]
+            for label, step in kernels.items()
+        ],
+        [
+            [
+                name,
+                *(
+                    f"{m[key] / 2**30:.2f}" if key in m else ""
+                    for key in ("gpu_allocated", "gpu_reserved", "host")
+                ),
+            ]
+            for name, m in memory.items()
+        ],
+    )
+
+
+def report_text(records: Sequence[Record]) -> str:
+    """The report in Markdown."""
+    setup = next(record for record in records if record["kind"] == "setup")
+    starts = [record for record in records if record["kind"] == "start"]
+    engines = engines_of(records)
+    found = comparisons(records)
+    device = engines[0]["gpu"] or "CPU"
+    turns = [record for record in records if record["kind"] == "turn"]
+    versions = ", ".join(f"{b} {v}" for b, v in {e["build"]: e["vllm"] for e in engines}.items())
+    parts = [
+        f"# What routed experts cost: {setup['model']} on {device}\n",
+        f"{setup['layers']} layers, dummy weights; {versions}; torch {engines[0]['torch']}; "
+        f"{starts[0]['cores']} cores; started {', '.join(s['when'] for s in starts)} UTC. Engine: "
+        + ", ".join(f"`{k}` {v}" for k, v in setup["options"].items())
+        + ".\n",
+        "```sh\n" + "\n".join("python " + " ".join(s["command"]) for s in starts) + "\n```\n",
+        "All engines of a start live at once and take turns; a round is one turn of each, with the "
+        "same prompts, in random order, every other round in the reverse order of the one before. "
+        "Ratios are within rounds: the Hodges-Lehmann estimate and, in brackets, the exact 95 % "
+        "interval of Wilcoxon's signed-rank test. Time is a round's, everything included; a step's "
+        "is the median of its round. No round is left out but the first of each start and load, "
+        "which warms up.\n",
+        "Loads: "
+        + "; ".join(
+            f"{name} {load['text']}"
+            for name, load in setup["loads"].items()
+            if any(t["load"] == name for t in turns)
+        )
+        + ".\n",
+        "## Cost\n",
+        table(
+            [
+                "Load",
+                "Compared",
+                "With",
+                "Time",
+                "Step",
+                "Step, µs",
+                "Rounds",
+                "May cost",
+                "Verdict",
+            ],
+            [
+                [
+                    c.load,
+                    c.label,
+                    c.reference,
+                    with_interval(c.seconds),
+                    with_interval(c.step) if c.step else "",
+                    f"{c.step_us[0]:,.1f} → {c.step_us[1]:,.1f}" if c.step_us else "",
+                    c.seconds.pairs,
+                    "" if c.target is None else f"{c.target:.1f} %",
+                    c.verdict,
+                ]
+                for c in found
+            ],
+        ),
+    ]
+    if any("not decided" in c.verdict for c in found):
+        parts.append(
+            "Where noise leaves a verdict open, look at the step's microseconds and at the "
+            "kernels: they depend less on what else the machine does.\n"
+        )
+    if len(starts) > 1:
+        parts += [
+            "The same, start by start (each has engines of its own):\n",
+            table(
+                ["Load", "Compared", "With", "Time"],
+                [
+                    [c.load, c.label, c.reference, ", ".join(percent(p) for p in c.starts)]
+                    for c in found
+                    if len(c.starts) > 1
+                ],
+            ),
+        ]
+    parts += [
+        "## Rounds\n",
+        "Spread is the distance of the quartiles; slow rounds are more than 3 % above the median. "
+        "Rows are what requests got in a round.\n",
+        table(
+            [
+                "Load",
+                "Engine",
+                "Rounds",
+                "Median, s",
+                "Spread",
+                "Slow",
+                "Step, µs",
+                "Rows, MB",
+                "Cached tokens",
+            ],
+            spreads(records),
+        ),
+    ]
+    kernels, memory = ends_of(records)
+    if kernels:
+        parts += [
+            "## Kernels of a decode step\n",
+            "Of one request, from torch's profiler, and what runs in a second in which the engine "
+            "has nothing to do.\n",
+            table(["Engine", "Kernels", "Copies", "In an idle second"], kernels),
+        ]
+    if memory:
+        parts += [
+            "## Peak memory\n",
+            "On the GPU by torch's allocator, on the host the sum of the processes, GiB.\n",
+            table(["Engine", "GPU, allocated", "GPU, reserved", "Host"], memory),
+        ]
+    equal = "; ".join(f"{load} {n} of {of}" for load, (n, of) in tokens_of(records).items())
+    idle = sum(t["idle_cpu_s"] for t in turns) / sum(t["seconds"] for t in turns)
+    parts += [
+        "## Checks\n",
+        f"- Rounds in which every engine and mode returned the same tokens: {equal}.\n"
+        f"- Engines that wait use {100 * idle:.2f} % of one core together.\n"
+        "- Every request that asked got a row for every token but the last; no other got any.\n",
+    ]
+    if clocks := sorted(t["mhz"] for t in turns if "mhz" in t):
+        watts = sorted(t["watts"] for t in turns if "watts" in t)
+        parts.append(
+            f"- The GPU's clock at the end of turns: {clocks[0]:,} to {clocks[-1]:,} MHz, median "
+            f"{statistics.median(clocks):,.0f}; power up to {watts[-1]} W.\n"
+        )
+    return "\n".join(parts)
+
+
+def draw(found: Sequence[Comparison], path: Path, title: str) -> None:
+    """Every comparison as a point with its interval, one panel a load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    loads = list(dict.fromkeys(c.load for c in found))
+    most = max(sum(c.load == load for c in found) for load in loads)
+    figure, panels = pyplot.subplots(
+        1,
+        len(loads),
+        figsize=(3.4 + 3.2 * len(loads), 1.6 + 0.42 * most),
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, load in zip(panels[0], loads, strict=True):
+        own = [c for c in found if c.load == load]
+        for height, c in enumerate(reversed(own)):
+            for estimate, color, shift in ((c.seconds, "C0", 0.1), (c.step, "C1", -0.12)):
+                if estimate is None:
+                    continue
+                if estimate.low is not None and estimate.high is not None:
+                    panel.plot(
+                        [estimate.low, estimate.high], [height + shift] * 2, color=color, lw=2
+                    )
+                panel.plot(estimate.percent, height + shift, "o", color=color, ms=4)
+            if c.target is not None:
+                panel.plot([c.target] * 2, [height - 0.35, height + 0.35], color="C3", lw=1.5)
+        panel.axvline(0, color="0.6", lw=0.8, zorder=0)
+        panel.set_yticks(
+            range(len(own)), [f"{c.label}\nwith {c.reference}" for c in reversed(own)], fontsize=7
+        )
+        panel.set_title(load, fontsize=10)
+        panel.set_xlabel("costs, %", fontsize=8)
+        panel.tick_params(axis="x", labelsize=8)
+        panel.set_xscale("symlog", linthresh=1)
+        panel.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+    figure.suptitle(
+        f"{title}\ntime of a round (blue), of a decode step (orange), 95 % intervals; "
+        "red: what it may cost",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def write_report(records: Sequence[Record], out: Path) -> str:
+    """Write report.md, report.json and overhead.png; returns the report's text."""
+    text = report_text(records)
+    (out / "report.md").write_text(text)
+    found = comparisons(records)
+    summary = [{**asdict(c), "verdict": c.verdict} for c in found]
+    (out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
+    setup = next(record for record in records if record["kind"] == "setup")
+    if found:
+        device = engines_of(records)[0]["gpu"] or "CPU"
+        draw(found, out / "overhead.png", f"{setup['model']}, {setup['layers']} layers, {device}")
+    return text

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine of one build, which `overhead.py` tells over a socket what to run.
+
+    python -m benchmarks.worker SOCKET SETTINGS
+
+Messages are lines of JSON. It says hello when vLLM is imported, and waits; then each line
+`{"do": NAME, ...}` calls the method of that name, which answers with one line: a dictionary, which
+has "error" if it failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.loads import SHARES, Load, loads_of
+from benchmarks.models import model_config, write_model
+
+# Output tokens of the two profiled requests: what the second has more is a number of steps.
+FEW, MANY = 8, 24
+
+
+class Engine:
+    """The engine and what the driver can ask of it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.loads = loads_of(settings["model"])
+        self.vocab = model_config(settings["model"])["vocab_size"]
+        self.returned: list[float] = []
+
+    def start(self) -> dict[str, Any]:
+        """Start the engine; answers what it is."""
+        import torch
+        import vllm
+        from vllm import LLM
+
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(Path(folder), self.settings["model"], self.settings["layers"])
+            self.llm = LLM(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                worker_extension_cls="benchmarks.probe.Probe",
+                **self.settings["options"],
+            )
+        step = self.llm.llm_engine.step
+
+        def timed_step() -> Any:
+            outputs = step()
+            self.returned.append(time.perf_counter())
+            return outputs
+
+        self.llm.llm_engine.step = timed_step
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "gpu": self.llm.collective_rpc("probe_device")[0],
+        }
+
+    def _forget(self) -> None:
+        """Empty the prefix cache; a step that still runs may hold blocks for a moment."""
+        for _ in range(100):
+            if self.llm.reset_prefix_cache():
+                return
+            time.sleep(0.01)
+        raise RuntimeError("the prefix cache cannot be emptied")
+
+    def _generate(
+        self, prompts: list[list[int]], asks: list[bool | None], max_tokens: int
+    ) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                ignore_eos=True,
+                max_tokens=max_tokens,
+                detokenize=False,
+                extra_args=None if ask is None else {"return_routed_experts": ask},
+            )
+            for ask in asks
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return self.llm.generate(inputs, params, use_tqdm=False)
+
+    def run(self, load: str, mode: str, number: int) -> dict[str, Any]:
+        """One timed round; answers seconds, microseconds of a step and what came of it.
+
+        The step's microseconds are the median of the times between two steps' outputs; other
+        quantiles show what disturbed the round.
+        """
+        what: Load = self.loads[load]
+        key = f"{load} {number}"
+        asks = what.asks(mode)
+        prompts = what.first_prompts(key, self.vocab)
+        later = [what.later_tokens(f"{key} {turn}", self.vocab) for turn in range(1, what.turns)]
+        # Wakes the GPU and this engine's caches after another engine's turn.
+        self._generate([[11] * 256], [None if mode not in SHARES else False], 8)
+        # Every round begins with an empty prefix cache: engines take turns with the same prompts.
+        self.llm.collective_rpc("probe_settle")
+        self._forget()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self.returned.clear()
+        digest = hashlib.sha256()
+        rows = rows_bytes = cached = 0
+        seconds = 0.0
+        intervals: list[float] = []
+        outputs: list[Any] = []
+        for turn in range(what.turns):
+            if turn:
+                prompts = [
+                    prompt + list(output.outputs[0].token_ids) + added
+                    for prompt, output, added in zip(prompts, outputs, later[turn - 1], strict=True)
+                ]
+            self.returned.clear()
+            began = time.perf_counter()
+            outputs = self._generate(prompts, asks, what.output)
+            seconds += time.perf_counter() - began
+            intervals += np.diff(self.returned).tolist()
+            for prompt, output, ask in zip(prompts, outputs, asks, strict=True):
+                completion = output.outputs[0]
+                digest.update(np.array(completion.token_ids, np.int64).tobytes())
+                cached += output.num_cached_tokens or 0
+                got = getattr(completion, "routed_experts", None)
+                if ask is not None:
+                    wanted = len(prompt) + what.output - 1 if ask else 0
+                    if wanted != (0 if got is None else len(got)):
+                        raise RuntimeError(f"{mode}: {wanted} rows wanted, got {got!r}")
+                if got is not None:
+                    rows += len(got)
+                    rows_bytes += got.nbytes
+        gc.enable()
+        quantiles = np.quantile(intervals or [0.0], [0.1, 0.5, 0.9, 0.99, 1.0]) * 1e6
+        return {
+            "seconds": seconds,
+            "step_us": float(quantiles[1]) if what.decodes else None,
+            "step_us_quantiles": [round(q, 1) for q in quantiles.tolist()],
+            "steps": len(intervals) + what.turns,
+            "tokens": digest.hexdigest()[:16],
+            "rows": rows,
+            "rows_bytes": rows_bytes,
+            "cached_tokens": cached,
+        }
+
+    def memory(self) -> dict[str, Any]:
+        """Peak bytes on the GPU, and in the host's memory, summed over the processes."""
+        me = psutil.Process()
+        host = 0
+        for process in [me, *me.children(recursive=True)]:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            host += 1024 * int(status.split("VmHWM:")[1].split()[0])
+        return {"host": host, **self.llm.collective_rpc("probe_memory")[0]}
+
+    def kernels(self, modes: list[str]) -> dict[str, Any]:
+        """Kernels and copies of a decode step of one request by mode, and of an idle second."""
+
+        def count(ask: bool | None, max_tokens: int) -> Counter[str]:
+            self._forget()
+            self.llm.collective_rpc("probe_profile_start")
+            self._generate([[11] * 16], [ask], max_tokens)
+            return Counter(self.llm.collective_rpc("probe_profile_stop")[0])
+
+        steps: dict[str, Any] = {}
+        for mode in modes:
+            ask = {"silent": False, "all": True}.get(mode)
+            count(ask, FEW)  # warms up
+            few, many = count(ask, FEW), count(ask, MANY)
+            by_name = {n: (many[n] - few[n]) / (MANY - FEW) for n in sorted(many)}
+            copies = sum(v for n, v in by_name.items() if n.startswith(("Memcpy", "Memset")))
+            steps[mode] = {
+                "kernels": sum(by_name.values()) - copies,
+                "copies": copies,
+                "by_name": {n: v for n, v in by_name.items() if v},
+            }
+        self.llm.collective_rpc("probe_profile_start")
+        time.sleep(1.0)
+        idle = sum(self.llm.collective_rpc("probe_profile_stop")[0].values())
+        return {"steps": steps, "idle": idle}
+
+
+def main() -> int:
+    path, settings = sys.argv[1], json.loads(sys.argv[2])
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    lines = connection.makefile("rw", encoding="utf-8")
+
+    def say(message: dict[str, Any]) -> None:
+        lines.write(json.dumps(message) + "\n")
+        lines.flush()
+
+    # All of vLLM: its own module imports next to nothing.
+    from vllm import LLM, SamplingParams  # noqa: F401
+
+    say({"hello": settings["name"], "pid": os.getpid()})
+    engine = Engine(settings)
+    for line in lines:
+        message = json.loads(line)
+        try:
+            say(getattr(engine, message.pop("do"))(**message))
+        except Exception as error:
+            traceback.print_exc()
+            say({"error": f"{type(error).__name__}: {error}"})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

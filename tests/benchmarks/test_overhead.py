@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark's plan, its records and its report; no engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.builds import Build, Variant, read_builds, read_variants
+from benchmarks.loads import LOADS, TINY_LOADS, Load
+from benchmarks.overhead import Failure, Records, read_arguments, turns_of
+from benchmarks.report import comparisons, report_text, write_report
+
+SETUP = {
+    "model": "tiny",
+    "layers": 4,
+    "options": {"seed": 0},
+    "loads": {name: {"text": load.text} for name, load in TINY_LOADS.items()},
+}
+OFF, OPT_IN = Variant(Build("patched"), "off"), Variant(Build("patched"), "opt-in")
+# Seconds of a round, by engine and mode.
+COSTS = {("off", "off"): 1.0, ("opt-in", "silent"): 1.001, ("opt-in", "all"): 1.02}
+
+
+def start_record(number: int = 1) -> dict[str, Any]:
+    engines = [
+        {"name": v.name, "build": "patched", "flag": v.flag, "copy": 1}
+        | {"vllm": "1.2.3", "torch": "4.5", "gpu": "A GPU"}
+        for v in (OFF, OPT_IN)
+    ]
+    return {
+        "kind": "start",
+        "start": number,
+        "command": ["overhead.py"],
+        "when": "2026-01-01 00:00:00",
+        "cores": 2,
+        "engines": engines,
+    }
+
+
+def turn_record(flag: str, mode: str, number: int, **what: Any) -> dict[str, Any]:
+    # Rounds differ by a little, and all turns of a round alike, as with a clock that drifts.
+    seconds = COSTS[flag, mode] * (1 + 0.01 * number + 0.0001 * (number % 3))
+    return {
+        "kind": "turn",
+        "start": 1,
+        "load": "decode",
+        "round": number,
+        "of": 3,
+        "engine": f"patched {flag}",
+        "mode": mode,
+        "seconds": seconds,
+        "step_us": 1000 * seconds,
+        "tokens": "abc",
+        "rows_bytes": 10,
+        "cached_tokens": 0,
+        "idle_cpu_s": 0.0,
+        **what,
+    }
+
+
+def records_of(rounds: int) -> list[dict[str, Any]]:
+    turns = [turn_record(*key, n) for n in range(rounds + 1) for key in COSTS]
+    return [{"kind": "setup", **SETUP}, start_record(), *turns]
+
+
+def test_a_round_has_a_turn_of_every_engine_and_mode() -> None:
+    turns = turns_of([OFF, OPT_IN], LOADS["decode"], ["silent", "tenth", "all"], "decode", 4)
+    assert sorted(turns) == [(0, "off"), (1, "all"), (1, "silent"), (1, "tenth")]
+
+
+def test_rounds_go_there_and_back() -> None:
+    orders = [
+        turns_of([OFF, OPT_IN], LOADS["decode"], ["silent", "all"], "decode", n) for n in range(40)
+    ]
+    assert all(there == back[::-1] for there, back in zip(orders[::2], orders[1::2], strict=True))
+    assert len({tuple(order) for order in orders}) == 6
+
+
+def test_one_request_has_no_tenth() -> None:
+    modes = ["silent", "tenth", "all"]
+    turns = turns_of([OPT_IN], LOADS["single"], modes, "single", 0)
+    assert sorted(turns) == [(0, "all"), (0, "silent")]
+
+
+@pytest.mark.parametrize(("mode", "asking"), [("silent", 0), ("tenth", 12), ("all", 128)])
+def test_share_of_the_requests_that_ask(mode: str, asking: int) -> None:
+    assert sum(map(bool, LOADS["decode"].asks(mode))) == asking
+
+
+def test_prompts_depend_on_the_round_alone() -> None:
+    load = Load(3, 5, 1, shared=4)
+    prompts = load.first_prompts("x 1", 100)
+    assert prompts == load.first_prompts("x 1", 100)
+    assert prompts != load.first_prompts("x 2", 100)
+    assert len({tuple(p[:4]) for p in prompts}) == 1
+    assert len({tuple(p[4:]) for p in prompts}) == 3
+
+
+def test_the_same_engine_again_is_a_copy() -> None:
+    builds = read_builds(["a=", "b=x"])
+    names = [v.name for v in read_variants(["a:off", "b:off", "a:off"], builds)]
+    assert names == ["a off", "b off", "a off #2"]
+
+
+@pytest.mark.parametrize("word", ["a", "a:of", "c:off", ":off"])
+def test_unknown_engines_are_refused(word: str) -> None:
+    with pytest.raises(ValueError, match="BUILD:FLAG"):
+        read_variants([word], read_builds(["a="]))
+
+
+def test_a_script_selects_a_build(tmp_path: Path) -> None:
+    script = tmp_path / "env-1.sh"
+    script.write_text("export PYTHONPATH=/elsewhere\n")
+    command = Build("a", str(script)).command(["-c", "pass"])
+    assert command[:2] == ["bash", "-c"]
+    assert f". {script}" in command[2]
+
+
+def test_records_go_on_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    first = Records(path)
+    first.begin(SETUP)
+    for record in records_of(2)[1:]:
+        first.add(record)
+    # Killed within round 3, and within a line.
+    first.add(turn_record("off", "off", 3))
+    with path.open("a") as out:
+        out.write(json.dumps(turn_record("opt-in", "silent", 3))[:40])
+    again = Records(path)
+    again.begin(SETUP)
+    assert again.rounds([OPT_IN.name, OFF.name]) == {"decode": 2}
+    again.add(start_record(2))
+    lines = path.read_text().splitlines()
+    assert all(json.loads(line) for line in lines)
+    assert len(lines) == 1 + 1 + 9 + 1 + 1
+
+
+def test_rounds_of_other_engines_do_not_count(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    for record in records_of(2):
+        records.add(record)
+    assert records.rounds([OFF.name]) == {}
+
+
+def test_records_of_another_setup_are_refused(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    records.begin(SETUP)
+    with pytest.raises(Failure, match="another setup"):
+        records.begin({**SETUP, "layers": 5})
+
+
+def test_comparison_leaves_out_the_round_that_warms_up() -> None:
+    records = records_of(8)
+    for record in records:
+        if record.get("round") == 0:
+            record["seconds"] *= 5 if record["mode"] == "all" else 1
+    found = {(c.label, c.reference): c for c in comparisons(records)}
+    silent = found["patched opt-in, silent", "patched off"]
+    assert silent.seconds.percent == pytest.approx(0.1)
+    assert silent.seconds.pairs == 8
+    assert silent.verdict == "met"
+    everybody = found["patched opt-in, all", "patched off"]
+    assert everybody.seconds.percent == pytest.approx(2.0)
+    assert everybody.verdict == "missed"
+    assert ("patched opt-in, all", "patched opt-in, silent") in found
+
+
+def test_a_round_that_was_cut_short_is_compared_as_far_as_it_went() -> None:
+    records = [*records_of(8), turn_record("off", "off", 9), turn_record("opt-in", "all", 9)]
+    found = {(c.label, c.reference): c.seconds.pairs for c in comparisons(records)}
+    assert found["patched opt-in, all", "patched off"] == 9
+    assert found["patched opt-in, silent", "patched off"] == 8
+
+
+def test_noise_above_the_target_is_said() -> None:
+    records = records_of(8)
+    for record in records:
+        if record.get("mode") == "silent":
+            record["seconds"] *= 1.03 if record["round"] % 2 else 0.97
+    silent = next(c for c in comparisons(records) if c.label.endswith("silent"))
+    assert "noise" in silent.verdict
+    assert "exceeds the target" in report_text(records)
+
+
+def test_report_tells_rounds_with_other_tokens() -> None:
+    records = records_of(8)
+    records[-1]["tokens"] = "other"
+    assert "decode 7 of 8" in report_text(records)
+
+
+def test_report_files(tmp_path: Path) -> None:
+    ends = {
+        OPT_IN.name: {
+            "memory": {"host": 2**30, "gpu_allocated": 2**31, "gpu_reserved": 2**31},
+            "kernels": {"idle": 0, "steps": {"silent": {"kernels": 161.0, "copies": 14.0}}},
+        },
+        OFF.name: {"memory": {"host": 2**30}},
+    }
+    records = [*records_of(8), {"kind": "end", "start": 1, "engines": ends}]
+    text = write_report(records, tmp_path)
+    assert (tmp_path / "report.md").read_text() == text
+    assert "| patched opt-in, silent | 161 | 14 | 0 |" in text
+    summary = json.loads((tmp_path / "report.json").read_text())
+    assert {entry["load"] for entry in summary} == {"decode"}
+    assert (tmp_path / "overhead.png").stat().st_size > 5000
+
+
+def test_unknown_loads_are_refused() -> None:
+    with pytest.raises(SystemExit):
+        read_arguments(["--out", "x", "--loads", "decode,other"])

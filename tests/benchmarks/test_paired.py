@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paired ratios: the estimate and its interval."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from benchmarks.paired import compare, critical_rank
+
+
+# Tables of the signed-rank test, two-sided, 5 %.
+@pytest.mark.parametrize(
+    ("pairs", "rank"), [(5, None), (6, 0), (7, 2), (8, 3), (10, 8), (15, 25), (20, 52), (25, 89)]
+)
+def test_critical_rank_is_the_printed_one(pairs: int, rank: int | None) -> None:
+    assert critical_rank(pairs) == rank
+
+
+def p_value(logs: np.ndarray, shift: float) -> float:
+    """Of the signed-rank test that the differences are symmetric about the shift: by trying all
+    signs."""
+    ranks = np.argsort(np.argsort(np.abs(logs - shift))) + 1
+    seen = ranks[logs > shift].sum()
+    sums = [ranks[list(signs)].sum() for signs in product([False, True], repeat=len(logs))]
+    below, above = np.mean([s <= seen for s in sums]), np.mean([s >= seen for s in sums])
+    return float(min(1.0, 2 * min(below, above)))
+
+
+def test_interval_holds_just_the_shifts_that_the_test_does_not_reject() -> None:
+    rng = np.random.default_rng(1)
+    logs = rng.normal(0.01, 0.02, 9)
+    estimate = compare(np.exp(logs).tolist(), [1.0] * 9)
+    assert estimate.low is not None
+    assert estimate.high is not None
+    low, high = np.log1p(estimate.low / 100), np.log1p(estimate.high / 100)
+    assert p_value(logs, low + 1e-9) > 0.05 >= p_value(logs, low - 1e-9)
+    assert p_value(logs, high - 1e-9) > 0.05 >= p_value(logs, high + 1e-9)
+
+
+def test_difference_is_found_through_drift_and_slow_rounds() -> None:
+    rng = np.random.default_rng(2)
+    drift = np.linspace(1.0, 1.2, 20)
+    references = drift * rng.normal(1, 0.001, 20)
+    times = 1.003 * drift * rng.normal(1, 0.001, 20)
+    times[3] *= 1.1
+    references[11] *= 1.1
+    estimate = compare(times.tolist(), references.tolist())
+    assert estimate.percent == pytest.approx(0.3, abs=0.1)
+    assert estimate.low is not None
+    assert estimate.high is not None
+    assert 0.1 < estimate.low < 0.3 < estimate.high < 0.5
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(3)
+    held = 0
+    for _ in range(1000):
+        estimate = compare(np.exp(rng.normal(0.002, 0.01, 12)).tolist(), [1.0] * 12)
+        assert estimate.low is not None
+        assert estimate.high is not None
+        held += estimate.low <= 100 * np.expm1(0.002) <= estimate.high
+    assert 0.93 < held / 1000 < 0.98
+
+
+def test_too_few_pairs_have_no_interval() -> None:
+    estimate = compare([1.01] * 5, [1.0] * 5)
+    assert estimate.percent == pytest.approx(1.0)
+    assert (estimate.low, estimate.high) == (None, None)
+
+
+def test_no_pairs_are_refused() -> None:
+    with pytest.raises(ValueError, match="no pairs"):
+        compare([], [])
