@@ -120,12 +120,16 @@ class Engine:
 
     def ask(self, do: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         """Have the worker do something, and wait for its answer. Raises Failure as `hear` does."""
+        self.tell(do, **arguments)
+        return self.hear(timeout_s)
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Have the worker do something; `hear` gets its answer. Raises Failure if it is gone."""
         assert self._connection is not None
         try:
             self._connection.sendall((json.dumps({"do": do, **arguments}) + "\n").encode())
         except OSError as error:
             raise Failure(self._told(f"is gone: {error}")) from error
-        return self.hear(timeout_s)
 
     def cpu_seconds(self) -> float:
         """Processor seconds of all its processes so far."""
@@ -303,14 +307,21 @@ class Bench:
                 )
                 stack.enter_context(process)
                 self.engines.append(Engine(variant, process, listener))
-            # All import vLLM at once; then engines start in turn, so that none chooses its kernels
-            # while another keeps the GPU busy.
+            # All import vLLM at once; then engines start in turn, unless told otherwise: so none
+            # chooses its kernels while another keeps the GPU busy, and engines of one build share
+            # what the first compiled.
             for engine in self.engines:
                 engine.hear(max(5.0, self.left()))
             started = []
+            began = time.monotonic()
+            if arguments.together:
+                for engine in self.engines:
+                    engine.tell("start")
             for engine in self.engines:
-                began = time.monotonic()
-                told = engine.ask("start", max(5.0, self.left()))
+                if not arguments.together:
+                    began = time.monotonic()
+                    engine.tell("start")
+                told = engine.hear(max(5.0, self.left()))
                 tell(
                     f"{engine.variant.name}: {told['vllm']}, ready after "
                     f"{time.monotonic() - began:.0f} s"
@@ -487,6 +498,9 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of each load")
     parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
+    parser.add_argument(
+        "--together", action="store_true", help="start engines at once instead of in turn"
+    )
     parser.add_argument(
         "--no-kernels", dest="kernels", action="store_false", help="do not count them"
     )

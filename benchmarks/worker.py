@@ -81,7 +81,9 @@ class Engine:
 
     def _generate(
         self, prompts: list[list[int]], asks: list[bool | None], max_tokens: int
-    ) -> list[Any]:
+    ) -> tuple[list[Any], float]:
+        """Outputs, and the seconds from all requests being queued to the last output. How fast
+        they come in would decide which of them share the first steps."""
         from vllm import SamplingParams
 
         params = [
@@ -95,7 +97,13 @@ class Engine:
             for ask in asks
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return self.llm.generate(inputs, params, use_tqdm=False)
+        self.llm.sleep(level=0)
+        self.llm.enqueue(inputs, params, use_tqdm=False)
+        self.returned.clear()
+        began = time.perf_counter()
+        self.llm.wake_up(tags=["scheduling"])
+        outputs = self.llm.wait_for_completion(use_tqdm=False)
+        return outputs, time.perf_counter() - began
 
     def run(self, load: str, mode: str, number: int) -> dict[str, Any]:
         """One timed round; answers seconds, microseconds of a step and what came of it.
@@ -116,7 +124,6 @@ class Engine:
         gc.collect()
         gc.freeze()
         gc.disable()
-        self.returned.clear()
         digest = hashlib.sha256()
         rows = rows_bytes = cached = 0
         seconds = 0.0
@@ -128,10 +135,8 @@ class Engine:
                     prompt + list(output.outputs[0].token_ids) + added
                     for prompt, output, added in zip(prompts, outputs, later[turn - 1], strict=True)
                 ]
-            self.returned.clear()
-            began = time.perf_counter()
-            outputs = self._generate(prompts, asks, what.output)
-            seconds += time.perf_counter() - began
+            outputs, took = self._generate(prompts, asks, what.output)
+            seconds += took
             intervals += np.diff(self.returned).tolist()
             for prompt, output, ask in zip(prompts, outputs, asks, strict=True):
                 completion = output.outputs[0]

@@ -43,7 +43,19 @@ class LLM:
     def reset_prefix_cache(self):
         return True
 
-    def generate(self, prompts, params, use_tqdm):
+    def sleep(self, level):
+        self.asleep = True
+
+    def wake_up(self, tags):
+        self.asleep = False
+
+    def enqueue(self, prompts, params, use_tqdm):
+        assert self.asleep, "a request would run before all are queued"
+        self.queued = prompts, params
+
+    def wait_for_completion(self, use_tqdm):
+        assert not self.asleep
+        prompts, params = self.queued
         asking = [bool((p.extra_args or {}).get("return_routed_experts")) for p in params]
         steps = params[0].max_tokens
         global now

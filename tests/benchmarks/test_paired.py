@@ -44,7 +44,7 @@ def test_difference_is_found_through_drift_and_slow_rounds() -> None:
     references = drift * rng.normal(1, 0.001, 20)
     times = 1.003 * drift * rng.normal(1, 0.001, 20)
     times[3] *= 1.1
-    references[11] *= 1.1
+    times[11] *= 1.1
     estimate = compare(times.tolist(), references.tolist())
     assert estimate.percent == pytest.approx(0.3, abs=0.1)
     assert estimate.low is not None
@@ -69,6 +69,7 @@ def test_too_few_pairs_have_no_interval() -> None:
     assert (estimate.low, estimate.high) == (None, None)
 
 
-def test_no_pairs_are_refused() -> None:
-    with pytest.raises(ValueError, match="no pairs"):
-        compare([], [])
+@pytest.mark.parametrize(("times", "references"), [([], []), ([1.0, 2.0], [1.0])])
+def test_what_is_not_paired_is_refused(times: list[float], references: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"pairs|shorter"):
+        compare(times, references)

@@ -73,7 +73,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, build: Path) -> None:
     before = complete_rounds(out, "decode")
     assert before
     wanted = str(before[-1] + 2)
-    done = run(*command(out, build, "--rounds", wanted))
+    done = run(*command(out, build, "--rounds", wanted, "--together"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert complete_rounds(out, "decode") == list(range(1, before[-1] + 3))
     assert [r["start"] for r in records_in(out) if r["kind"] == "start"] == [1, 2]
