@@ -150,7 +150,11 @@ class Server:
         words += [f"--max-num-seqs={arguments.requests + arguments.streams}"]
         words += [f"--kv-cache-memory-bytes={int(arguments.kv_gib * 2**30)}"]
         words += ["--disable-uvicorn-access-log", "--gpu-memory-utilization=0.1"]
-        env = {"VLLM_CACHE_ROOT": str(WORK / "cache" / variant.build.name)}
+        env = {
+            "VLLM_CACHE_ROOT": str(WORK / "cache" / variant.build.name),
+            # Without it there is no /pause.
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
         if arguments.model == "tiny":
             words += ["--enforce-eager", "--block-size=32", "--max-num-batched-tokens=2048"]
             env["TORCH_COMPILE_DISABLE"] = "1"
@@ -259,11 +263,12 @@ class Bench:
             try:
                 while min(map(len, arrivals)) < SKIPPED + ALONE:
                     await sleep(0.01)
-                await client.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+                params = {"mode": "keep", "clear_cache": "false"}
+                (await client.post("/pause", params=params)).raise_for_status()
                 self.burst(server, {"silent": False, "all": True}.get(mode), arguments.output)
                 await sleep(COME_IN_S)
                 resumed = time.perf_counter()
-                await client.post("/resume")
+                (await client.post("/resume")).raise_for_status()
                 burst = await self.burst_result()
                 await sleep(AFTER_S)
             finally:

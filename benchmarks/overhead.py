@@ -44,6 +44,8 @@ from benchmarks.report import write_report
 WORK = ROOT / "build/bench"
 # Kept for stopping the engines and writing the report, seconds.
 END_S = 15.0
+# No turn takes longer, unless it hangs.
+TURN_S = 90.0
 # Kept for counting kernels, seconds an engine's mode.
 KERNELS_S = 12.0
 
@@ -363,7 +365,8 @@ class Bench:
             engine = self.engines[index]
             others = [e for e in self.engines if e is not engine]
             before = [e.cpu_seconds() for e in others]
-            result = engine.ask("run", max(10.0, self.left()), load=name, mode=mode, number=number)
+            limit = max(10.0, min(TURN_S, self.left()))
+            result = engine.ask("run", limit, load=name, mode=mode, number=number)
             state = self.gpu.read()
             idle = sum(e.cpu_seconds() - b for e, b in zip(others, before, strict=True))
             self.records.add(

@@ -422,6 +422,8 @@ def draw(found: Sequence[Comparison], path: Path, title: str) -> None:
         panel.set_yticks(
             range(len(own)), [f"{c.label}\nwith {c.reference}" for c in reversed(own)], fontsize=7
         )
+        panel.set_ylim(-0.6, len(own) - 0.4)
+        panel.margins(x=0.1)
         panel.set_title(load, fontsize=10)
         panel.set_xlabel("costs, %", fontsize=8)
         panel.tick_params(axis="x", labelsize=8)

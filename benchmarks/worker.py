@@ -65,6 +65,7 @@ class Engine:
             return outputs
 
         self.llm.llm_engine.step = timed_step
+        self._generate([[11] * 16], [None], 2)
         return {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
