@@ -296,6 +296,7 @@ class Bench:
                     "name": variant.name,
                     "model": arguments.model,
                     "layers": arguments.layers,
+                    "queued": not arguments.as_they_come,
                     "options": {**options, **variant.options},
                 }
                 env = {"VLLM_CACHE_ROOT": str(WORK / "cache" / variant.build.name)}
@@ -502,6 +503,11 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of each load")
     parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
     parser.add_argument(
+        "--as-they-come",
+        action="store_true",
+        help="requests run as they come in, instead of when all of a round are queued",
+    )
+    parser.add_argument(
         "--together", action="store_true", help="start engines at once instead of in turn"
     )
     parser.add_argument(
@@ -544,6 +550,7 @@ def main() -> int:
             {
                 "model": arguments.model,
                 "layers": config["num_hidden_layers"],
+                "queued": not arguments.as_they_come,
                 "options": engine_options(arguments.model, arguments.kv_gib),
                 "loads": {
                     name: {**asdict(load), "text": load.text} for name, load in loads.items()

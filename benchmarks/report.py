@@ -284,8 +284,9 @@ def report_text(records: Sequence[Record]) -> str:
         "same prompts, in random order, every other round in the reverse order of the one before. "
         "Ratios are within rounds: the Hodges-Lehmann estimate and, in brackets, the exact 95 % "
         "interval of Wilcoxon's signed-rank test. Time is a round's, everything included; a step's "
-        "is the median of its round. No round is left out but the first of each start and load, "
-        "which warms up.\n",
+        "is the median of its round. "
+        + ("A round's requests are queued before its clock starts. " if setup["queued"] else "")
+        + "No round is left out but the first of each start and load, which warms up.\n",
         "Loads: "
         + "; ".join(
             f"{name} {load['text']}"

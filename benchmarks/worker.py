@@ -83,8 +83,8 @@ class Engine:
     def _generate(
         self, prompts: list[list[int]], asks: list[bool | None], max_tokens: int
     ) -> tuple[list[Any], float]:
-        """Outputs, and the seconds from all requests being queued to the last output. How fast
-        they come in would decide which of them share the first steps."""
+        """Outputs, and the seconds to the last one: from all requests being queued, since how fast
+        they come in would decide which of them share the first steps; or with their coming in."""
         from vllm import SamplingParams
 
         params = [
@@ -98,6 +98,11 @@ class Engine:
             for ask in asks
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        if not self.settings["queued"]:
+            self.returned.clear()
+            began = time.perf_counter()
+            outputs = self.llm.generate(inputs, params, use_tqdm=False)
+            return outputs, time.perf_counter() - began
         self.llm.sleep(level=0)
         self.llm.enqueue(inputs, params, use_tqdm=False)
         self.returned.clear()

@@ -15,6 +15,7 @@ from benchmarks.report import comparisons, report_text, write_report
 SETUP = {
     "model": "tiny",
     "layers": 4,
+    "queued": True,
     "options": {"seed": 0},
     "loads": {name: {"text": load.text} for name, load in TINY_LOADS.items()},
 }

@@ -122,10 +122,11 @@ def test_an_engine_that_dies_leaves_a_report_of_the_rounds_before(
     tmp_path: Path, build: Path
 ) -> None:
     out = tmp_path / "out"
-    assert run(*command(out, build, "--rounds", "1")).returncode == 0
+    words = command(out, build, "--as-they-come")
+    assert run(*words, "--rounds", "1").returncode == 0
     (build / "costs/dies").touch()
     os.unlink(out / "report.md")
-    done = run(*command(out, build, "--rounds", "9"))
+    done = run(*words, "--rounds", "9")
     assert done.returncode == 1
     assert "FAILED: engine patched opt-in: ended" in done.stdout
     assert "## Cost" in (out / "report.md").read_text()
