@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "pending ignored",
         MANAGER,
-        "            builder.merge(position, rows, position + num_rows)\n",
-        "            pass\n",
+        "self._builders.merge(req_id, position, rows, position + len(rows))",
+        "pass",
     ),
     Mutant(
         "unsent rows survive a reset",
@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "rows of a failed load kept",
         MANAGER,
-        "if step_number <= self._failed_steps.get(req_id, 0):",
-        "if False:",
+        "for r, n in self._failed_steps.items() if step_number <= n",
+        "for r, n in self._failed_steps.items() if False",
     ),
     Mutant(
         "rows of received blocks expected",
@@ -121,8 +121,38 @@ MUTANTS = [
     Mutant(
         "garbage of drafts stored",
         MANAGER,
-        "            builder.end = min(builder.end, num_final)\n",
+        "            self._end[slot] = min(self._end[slot], end)\n",
         "            pass\n",
+    ),
+    Mutant(
+        "view of a step handed out",
+        MANAGER,
+        "chunks.append(step.rows.copy())",
+        "chunks.append(step.rows)",
+    ),
+    Mutant(
+        "draft rows handed out with the step's",
+        MANAGER,
+        "if taken.num_rows > num_final - taken.start:",
+        "if False:",
+    ),
+    Mutant(
+        "rows nobody took are lost",
+        MANAGER,
+        "            for req_id, rows_left in step.slices.items():\n",
+        "            for req_id, rows_left in ():\n",
+    ),
+    Mutant(
+        "row appended anywhere",
+        MANAGER,
+        "        applies &= self._end[slots] == positions\n",
+        "",
+    ),
+    Mutant(
+        "full block not begun anew",
+        MANAGER,
+        "        self._begin[slots[full]] = positions[full]\n",
+        "",
     ),
 ]
 

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows cost the host a step: the scheduler's share, and their way to the front end. No GPU.
+
+    python benchmarks/host.py --out benchmarks/results/host-cpu.md
+
+vLLM's own scheduler, message encoding, socket and output processor, with made-up tokens and random
+rows of DeepSeek-V3's shape: 61 layers, top-8, a byte an id. Two engines take turns, step by step:
+in one every request is silent, in the other all ask, so that the difference is what rows cost. Two
+loads: 1,024 running requests that decode, and 64 requests of 4,000 tokens that finish in one step.
+Milliseconds are of the thread's processor time, so that a busy machine disturbs little; `silent` is what
+a step costs anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+import vllm
+import zmq
+from vllm.config import DeviceConfig, VllmConfig
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
+from vllm.v1.request import Request
+from vllm.v1.routed_experts import ASK, START
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.structured_output import StructuredOutputManager
+
+LAYERS, TOP_K, EXPERTS = 61, 8, 256
+BLOCK = 16
+PARTS = ("schedule", "update", "encode", "send", "decode", "process")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that all start, and finish, together."""
+
+    name: str
+    requests: int
+    prompt: int
+    output: int
+    batch: int = 16_384
+
+    def __str__(self) -> str:
+        return f"{self.requests:,} requests of {self.prompt:,} in, {self.output:,} out"
+
+
+LOADS = (
+    Load("decode", requests=1024, prompt=64, output=128),
+    Load("finish at once", requests=64, prompt=3_000, output=1_000),
+)
+
+
+def make_scheduler(load: Load) -> Scheduler:
+    max_len = load.prompt + load.output
+    num_blocks = load.requests * (max_len // BLOCK + 2)
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    # No checkpoint: of the model, the scheduler wants a few attributes.
+    config.model_config = MagicMock()
+    config.model_config.skip_tokenizer_init = True
+    config.model_config.is_multimodal_model = False
+    config.model_config.is_encoder_decoder = False
+    config.model_config.max_model_len = max_len
+    config.model_config.enable_return_routed_experts = True
+    config.cache_config = MagicMock()
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.enable_prefix_caching = True
+    config.scheduler_config.max_num_seqs = load.requests
+    config.scheduler_config.max_num_batched_tokens = load.batch
+    config.scheduler_config.max_num_scheduled_tokens = load.batch
+    config.scheduler_config.async_scheduling = False
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        log_stats=False,
+    )
+
+
+@dataclass
+class Engine:
+    """Scheduler, socket and front end, with a worker that makes tokens and rows up."""
+
+    load: Load
+    asks: bool
+    pool: np.ndarray
+    steps: list[dict[str, float]] = field(default_factory=list)
+    finished: int = 0
+
+    def __post_init__(self) -> None:
+        self.scheduler = make_scheduler(self.load)
+        self.front_end = OutputProcessor(tokenizer=None, log_stats=False)
+        self.encoder = MsgpackEncoder()
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.context = zmq.Context()
+        self.push, self.pull = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
+        self.pull.bind("inproc://outputs")
+        self.push.connect("inproc://outputs")
+        hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+        rng = np.random.default_rng(int(self.asks))
+        for index in range(self.load.requests):
+            prompt = rng.integers(0, 1000, self.load.prompt).tolist()
+            params = SamplingParams(
+                max_tokens=self.load.output,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={ASK: self.asks, START: 0},
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            request = EngineCoreRequest(
+                request_id=str(index),
+                external_req_id=str(index),
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            self.front_end.add_request(request, None)
+            self.scheduler.add_request(Request.from_engine_core_request(request, hasher))
+
+    def work(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """What the model runner returns. Not timed."""
+        req_ids = list(scheduled.num_scheduled_tokens)
+        num_rows = list(scheduled.num_scheduled_tokens.values())
+        requests = [self.scheduler.requests[req_id] for req_id in req_ids]
+        ends = [r.num_computed_tokens for r in requests]
+        output = ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            sampled_token_ids=[
+                [7] if end >= r.num_tokens else [] for r, end in zip(requests, ends, strict=True)
+            ],
+        )
+        if self.asks:
+            output.routed_experts = RoutedExpertsLists(
+                req_ids=req_ids,
+                num_rows=num_rows,
+                positions=[end - n for end, n in zip(ends, num_rows, strict=True)],
+                # The worker's memory is its own in every step.
+                rows=self.pool[: sum(num_rows)].copy(),
+                moe_layers=tuple(range(LAYERS)),
+            )
+        return output
+
+    def step(self) -> bool:
+        """Run one step, note its milliseconds by part; whether there was one."""
+        clock = time.thread_time
+        marks = [clock()]
+        scheduled = self.scheduler.schedule()
+        if not scheduled.total_num_scheduled_tokens:
+            return False
+        marks.append(clock())
+        result = self.work(scheduled)
+        begin = clock()
+        outputs = self.scheduler.update_from_output(scheduled, result)
+        took = {"schedule": marks[1] - marks[0], "update": clock() - begin}
+        del result
+        took |= self.deliver(outputs.get(0) or EngineCoreOutputs())
+        self.steps.append({part: 1e3 * seconds for part, seconds in took.items()})
+        return True
+
+    def deliver(self, outputs: EngineCoreOutputs) -> dict[str, float]:
+        clock = time.thread_time
+        marks = [clock()]
+        frames = self.encoder.encode(outputs)
+        marks.append(clock())
+        self.push.send_multipart(frames, copy=False)
+        received = self.pull.recv_multipart(copy=False)
+        marks.append(clock())
+        decoded: EngineCoreOutputs = self.decoder.decode(received)
+        marks.append(clock())
+        processed = self.front_end.process_outputs(
+            decoded.outputs, routed_experts=decoded.routed_experts
+        )
+        marks.append(clock())
+        for output in processed.request_outputs:
+            rows = output.outputs[0].routed_experts
+            expected = self.load.prompt + self.load.output - 1 if self.asks else None
+            assert (None if rows is None else len(rows)) == expected
+            self.finished += 1
+        return dict(
+            zip(
+                PARTS[2:],
+                (after - before for before, after in zip(marks, marks[1:], strict=False)),
+                strict=True,
+            )
+        )
+
+
+def measure(load: Load, seed: int) -> dict[str, Engine]:
+    pool = np.random.default_rng(seed).integers(0, EXPERTS, (load.batch, LAYERS, TOP_K), np.uint8)
+    engines = {name: Engine(load, name == "asking", pool) for name in ("silent", "asking")}
+    gc.collect()
+    gc.disable()
+    going = True
+    while going:
+        # In turn, the first one changing: a slow moment meets both.
+        order = list(engines.values())[:: 1 if len(engines["silent"].steps) % 2 else -1]
+        going = all([engine.step() for engine in order])
+    gc.enable()
+    for engine in engines.values():
+        assert engine.finished == load.requests
+    return engines
+
+
+def summarize(load: Load, engines: dict[str, Engine]) -> dict[str, Any]:
+    """Median milliseconds a decode step by part, and those of the step that finishes."""
+    record: dict[str, Any] = {"load": str(load)}
+    for name, engine in engines.items():
+        decode = engine.steps[-load.output + 2 : -1]
+        record[name] = {
+            part: {
+                "median": statistics.median(s[part] for s in decode),
+                "p99": float(np.percentile([s[part] for s in decode], 99)),
+                "last": engine.steps[-1][part],
+            }
+            for part in PARTS
+        }
+    return record
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    lines = []
+    for record in records:
+        lines += [f"## {record['load']}\n"]
+        lines += ["| Part | Silent | Asking | Rows cost | 99th percentile | The step that finishes |"]
+        lines += ["| --- | --- | --- | --- | --- | --- |"]
+        sums = {
+            "scheduler": PARTS[:2],
+            "to the front end": PARTS[2:],
+        }
+        for label, parts in {**{p: (p,) for p in PARTS}, **sums}.items():
+            silent, asking = (
+                {
+                    key: sum(record[name][part][key] for part in parts)
+                    for key in ("median", "p99", "last")
+                }
+                for name in ("silent", "asking")
+            )
+            strong = "**" if label in sums else ""
+            lines.append(
+                f"| {strong}{label}{strong} | {silent['median']:.2f} | {asking['median']:.2f} "
+                f"| {strong}{asking['median'] - silent['median']:+.2f}{strong} "
+                f"| {silent['p99']:.2f}, {asking['p99']:.2f} "
+                f"| {silent['last']:.2f}, {asking['last']:.2f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file for the record, as Markdown; JSON beside it")
+    arguments = parser.parse_args()
+    init_none_hash(sha256_cbor)
+    records = []
+    for number, load in enumerate(LOADS):
+        print(load, flush=True)
+        records.append(summarize(load, measure(load, number)))
+    text = table(records)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(
+            "# What rows cost the host\n\n"
+            f"`{' '.join(Path(word).name for word in sys.argv)}`: {LAYERS} layers, top-{TOP_K}, "
+            f"uint8; vllm {vllm.__version__}, Python {platform.python_version()}. Milliseconds a "
+            "step, the median over the decode steps; two values are silent, asking.\n\n" + text
+        )
+        arguments.out.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
