@@ -704,8 +704,10 @@ class Run:
             result["result"] = f"FAILED: {kind}{e}"[:600]
             self.keep_logs(name, scratch, "" if isinstance(e, Failed) else traceback.format_exc())
         result.setdefault("seconds", round(time.monotonic() - began, 1))
-        with self.lock, self.record.open("a") as f:
-            f.write(json.dumps(result) + "\n")
+        with self.lock:
+            with self.record.open("a") as f:
+                f.write(json.dumps(result) + "\n")
+            (self.out / "layouts.md").write_text(self.table())
         print(f"{name}: {result['result']} ({result['seconds']} s)", flush=True)
         return result
 
@@ -755,9 +757,7 @@ class Run:
         rest = [n for n in names if n not in ("one", "one-bf16") and n not in done]
         with concurrent.futures.ThreadPoolExecutor(arguments.together) as pool:
             list(pool.map(lambda p: self.run(p[1], p[0], dtype), enumerate(rest)))
-        table = self.table()
-        (self.out / "layouts.md").write_text(table)
-        print(table)
+        print(self.table())
         results = self.results()
         return sum(r["result"].startswith("FAILED") for r in results.values())
 
