@@ -26,6 +26,12 @@ TOOLS := $(PY) -m tools
 # (shared by hard links where both lie on one file system), source trees and wheels 1.
 NEED_GB ?= 12
 
+# Where pinned sources and base wheels come from: make WHEELHOUSE=DIR takes them from a directory,
+# make OFFLINE=1 asks no index.
+FROM = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
+# The base wheels that wheel-cuda and verify-cuda take.
+CUDA ?= cuda cuda-aarch64
+
 digest = $(shell { $(1); } 2>/dev/null | sha256sum | cut -c 1-16)
 files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
 
@@ -135,11 +141,11 @@ bench-latency: $(INSTALLED) $(PRISTINE) ## What big answers cost others' streams
 
 .PHONY: source
 source: $(LOCKED) ## Get the pinned vLLM source
-	$(TOOLS) source fetch
+	$(TOOLS) source fetch $(FROM)
 
 .PHONY: apply
 apply: source ## Apply the series: build/vllm, one commit a patch
-	$(TOOLS) series apply
+	$(TOOLS) series apply $(FROM)
 
 .PHONY: export
 export: $(LOCKED) ## Write the commits of build/vllm back to patches/
@@ -164,8 +170,27 @@ install: $(INSTALLED) ## Install the patched CPU wheel into .venv
 
 .PHONY: verify
 verify: $(INSTALLED) ## Prove that the built and the installed wheel are base plus series
-	$(TOOLS) wheel verify build/wheels/vllm-*.whl
-	$(TOOLS) wheel verify --installed
+	$(TOOLS) wheel verify build/wheels/vllm-*.whl $(FROM)
+	$(TOOLS) wheel verify --installed $(FROM)
+
+.PHONY: wheel-cuda
+wheel-cuda: apply ## Build the patched CUDA wheels into build/wheels-cuda (CUDA=cuda: x86-64 alone)
+	@rm -rf build/wheels-cuda
+	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out build/wheels-cuda $(FROM); done
+
+.PHONY: verify-cuda
+verify-cuda: $(LOCKED) ## Build the CUDA wheels twice, in two directories: the same bytes, base plus series
+	@rm -rf build/verify-cuda
+	for place in one two; do \
+		$(TOOLS) series apply --tree build/verify-cuda/$$place/vllm $(FROM); \
+		for variant in $(CUDA); do \
+			$(TOOLS) wheel build --variant $$variant --tree build/verify-cuda/$$place/vllm \
+				--out build/verify-cuda/$$place/wheels $(FROM); \
+		done; \
+	done
+	diff -r build/verify-cuda/one/wheels build/verify-cuda/two/wheels
+	$(TOOLS) wheel verify build/verify-cuda/one/wheels/*.whl --tree build/verify-cuda/one/vllm $(FROM)
+	@sha256sum build/verify-cuda/one/wheels/*.whl && rm -rf build/verify-cuda
 
 ##@ Keep house
 
@@ -209,10 +234,10 @@ $(LOCKED):
 
 $(BUILT): | $(LOCKED)
 	@echo "Building the patched CPU wheel"
-	$(TOOLS) source fetch
-	$(TOOLS) series apply
+	$(TOOLS) source fetch $(FROM)
+	$(TOOLS) series apply $(FROM)
 	@rm -rf build/wheels && mkdir -p build/wheels
-	$(TOOLS) wheel build --variant cpu --out build/wheels
+	$(TOOLS) wheel build --variant cpu --out build/wheels $(FROM)
 	@touch $@
 
 $(INSTALLED): $(BUILT) | $(LOCKED)
@@ -223,9 +248,9 @@ $(INSTALLED): $(BUILT) | $(LOCKED)
 
 $(PRISTINE): | $(LOCKED)
 	@echo "Building the CPU wheel of vLLM without the series, into build/pristine"
-	$(TOOLS) source fetch
-	$(TOOLS) series apply --pristine --tree build/pristine/vllm
+	$(TOOLS) source fetch $(FROM)
+	$(TOOLS) series apply --pristine --tree build/pristine/vllm $(FROM)
 	@rm -rf build/pristine/wheels build/pristine/site build/pristine/.installed-*
-	$(TOOLS) wheel build --variant cpu --tree build/pristine/vllm --out build/pristine/wheels
+	$(TOOLS) wheel build --variant cpu --tree build/pristine/vllm --out build/pristine/wheels $(FROM)
 	@$(INSTALL) --target build/pristine/site build/pristine/wheels/vllm-*.whl
 	@touch $@

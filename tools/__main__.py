@@ -49,11 +49,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _project(parsed: argparse.Namespace) -> Project:
+    wheelhouse = getattr(parsed, "wheelhouse", None)
+    if wheelhouse is not None and not wheelhouse.is_dir():
+        raise ToolError("there is no such wheelhouse", where=wheelhouse, expected="a directory")
+    return Project(parsed.root, wheelhouse, getattr(parsed, "offline", False))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status is 0, 1 for an error that is explained, 2 for wrong usage."""
     parsed = parser().parse_args(arguments)
     try:
-        return parsed.verb(parsed, Project(parsed.root))
+        return parsed.verb(parsed, _project(parsed))
     except ToolError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned downloads: found by unearth, hashed while they are written, kept only if they agree."""
+"""Pinned files: from a wheelhouse, or found by unearth and downloaded; kept only if they agree.
+
+A download that was cut off goes on where it stopped, with the next command.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from unearth import PackageFinder
+from unearth import Link, PackageFinder
 
 from tools.errors import ToolError
-from tools.pin import PinnedFile
+from tools.pin import Downloads, PinnedFile
 
 _CHUNK = 1 << 20
 _SPARE = 64 << 20  # bytes that must stay free beside the file itself
@@ -63,23 +68,36 @@ def need_space(directory: Path, size: int) -> None:
         )
 
 
-def fetch(pinned: PinnedFile, into: Path, advance: Advance = lambda count: None) -> Path:
-    """The pinned file in ``into``: the one already there, or downloaded now.
+def fetch(pinned: PinnedFile, downloads: Downloads, advance: Advance = lambda count: None) -> Path:
+    """The pinned file: of the wheelhouse, of an earlier download, or downloaded now.
 
-    ``advance`` is called with the number of bytes just written.
+    ``advance`` is called with the number of bytes just written, or found from a download that was
+    cut off.
     """
-    target = into / pinned.filename
-    if target.exists():
-        check_file(target, pinned)
-        return target
-    into.mkdir(parents=True, exist_ok=True)
-    need_space(into, pinned.size)
-    handle, name = tempfile.mkstemp(prefix=f".{pinned.filename}.", dir=into)
-    partial = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            digest, size = _stream(pinned, out.write, advance)
+    target = downloads.directory / pinned.filename
+    house = downloads.wheelhouse
+    for path in [*([house / pinned.filename] if house else []), target]:
+        if path.exists():
+            check_file(path, pinned)
+            return path
+    if downloads.offline:
+        raise ToolError(
+            "a pinned file is not here, and the network may not be asked",
+            where=" or ".join(str(place) for place in (house, downloads.directory) if place),
+            expected=f"{pinned.filename}, sha256 {pinned.sha256}",
+            next_step="put it there, name the directory that has it (--wheelhouse DIR), "
+            "or leave out --offline",
+        )
+    downloads.directory.mkdir(parents=True, exist_ok=True)
+    partial = downloads.directory / f".{pinned.filename}.part"
+    with _alone(partial) as out:
+        if target.exists():  # another process had the lock, and was faster
+            check_file(target, pinned)
+            partial.unlink()
+            return target
+        digest, size = _download(pinned, out, advance)
         if (size, digest) != (pinned.size, pinned.sha256):
+            partial.unlink()
             raise ToolError(
                 "the package index gave a file that is not the pinned one",
                 where=pinned.filename,
@@ -89,50 +107,50 @@ def fetch(pinned: PinnedFile, into: Path, advance: Advance = lambda count: None)
             )
         partial.chmod(0o644)
         partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
     return target
 
 
-def _stream(
-    pinned: PinnedFile, write: Callable[[bytes], object], advance: Advance
-) -> tuple[str, int]:
-    """Write the file's bytes as they come; return their sha256 and number."""
+@contextmanager
+def _alone(path: Path) -> Iterator[BinaryIO]:
+    """The file, to read and to append to, held by one process at a time; removed if left empty."""
+    while True:
+        file = path.open("a+b")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            break
+        file.close()  # whoever had the lock has renamed or removed it
+    with file:
+        try:
+            yield file
+        finally:
+            if os.fstat(file.fileno()).st_size == 0:
+                path.unlink(missing_ok=True)
+
+
+def _download(pinned: PinnedFile, out: BinaryIO, advance: Advance) -> tuple[str, int]:
+    """Complete a file that may hold the beginning already; return its sha256 and size."""
+    out.seek(0)
     digest, size = hashlib.sha256(), 0
-    # The digest decides, so any mirror will do; without one unearth knows its own default index.
-    index = os.environ.get("PIP_INDEX_URL")
-    finder = PackageFinder(index_urls=[index] if index else [], ignore_compatibility=True)
+    if os.fstat(out.fileno()).st_size < pinned.size:
+        while chunk := out.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    else:
+        out.truncate(0)
+    need_space(Path(out.name).parent, pinned.size - size)
     try:
-        link = next(
-            (
-                package.link
-                for package in finder.find_all_packages(pinned.distribution, allow_yanked=True)
-                if package.link.filename == pinned.filename
-            ),
-            None,
-        )
-        if link is None:
-            raise ToolError(
-                "the package index does not have the pinned file",
-                where=f"distribution {pinned.distribution}",
-                expected=pinned.filename,
-                next_step="check the network and PIP_INDEX_URL",
-            )
-        if link.is_file:
-            with link.file_path.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    write(chunk)
-                    digest.update(chunk)
-                    size += len(chunk)
-                    advance(len(chunk))
-        else:
-            with finder.session.get_stream(link.normalized) as response:
-                response.raise_for_status()
-                for chunk in response.iter_bytes(_CHUNK):
-                    write(chunk)
-                    digest.update(chunk)
-                    size += len(chunk)
-                    advance(len(chunk))
+        link, finder = _find(pinned)
+        with _opened(link, finder, size) as (start, chunks):
+            if start != size:  # this server gives whole files only
+                out.truncate(0)
+                digest, size = hashlib.sha256(), 0
+            if size:
+                advance(size)
+            for chunk in chunks:
+                out.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                advance(len(chunk))
     except (OSError, ToolError):
         raise
     except Exception as error:  # every transport has its own errors
@@ -140,6 +158,42 @@ def _stream(
             "a download failed",
             where=pinned.filename,
             found=f"{type(error).__name__}: {error}",
-            next_step="check the network and PIP_INDEX_URL, then run the command again",
+            next_step="check the network and PIP_INDEX_URL, then run the command again: "
+            f"it goes on at byte {size}",
         ) from error
+    finally:
+        out.flush()
     return digest.hexdigest(), size
+
+
+def _find(pinned: PinnedFile) -> tuple[Link, PackageFinder]:
+    # The digest decides, so any mirror will do; without one unearth knows its own default index.
+    index = os.environ.get("PIP_INDEX_URL")
+    finder = PackageFinder(index_urls=[index] if index else [], ignore_compatibility=True)
+    for package in finder.find_all_packages(pinned.distribution, allow_yanked=True):
+        if package.link.filename == pinned.filename:
+            return package.link, finder
+    raise ToolError(
+        "the package index does not have the pinned file",
+        where=f"distribution {pinned.distribution}",
+        expected=pinned.filename,
+        next_step="check the network and PIP_INDEX_URL",
+    )
+
+
+@contextmanager
+def _opened(link: Link, finder: PackageFinder, skip: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """Where the bytes begin, at ``skip`` or at 0 where a server cannot skip, and the bytes."""
+    if link.is_file:
+        with link.file_path.open("rb") as file:
+            file.seek(skip)
+            yield skip, iter(lambda: file.read(_CHUNK), b"")
+        return
+    headers = {"Accept-Encoding": "identity"}  # half of a compressed answer is of no use
+    if skip:
+        headers["Range"] = f"bytes={skip}-"
+    with finder.session.get_stream(link.normalized, headers=headers) as response:
+        response.raise_for_status()
+        partly = response.headers.get("Content-Range", "").startswith(f"bytes {skip}-")
+        # As the bytes come: a chunk that is waited for would be lost with the connection.
+        yield skip if partly else 0, response.iter_bytes()

@@ -102,10 +102,24 @@ def load_pin(path: Path) -> Pin:
 
 
 @dataclass(frozen=True)
+class Downloads:
+    """Where pinned files are kept and taken from, and whether the network may be asked.
+
+    ``wheelhouse`` is looked into first and never written to.
+    """
+
+    directory: Path
+    wheelhouse: Path | None = None
+    offline: bool = False
+
+
+@dataclass(frozen=True)
 class Project:
-    """The repository: where its parts are."""
+    """The repository: where its parts are, and where pinned files come from."""
 
     root: Path
+    wheelhouse: Path | None = None
+    offline: bool = False
 
     @cached_property
     def pin(self) -> Pin:
@@ -124,8 +138,8 @@ class Project:
         return self.root / "build" / "vllm"
 
     @property
-    def downloads(self) -> Path:
-        return self.root / "build" / "downloads"
+    def downloads(self) -> Downloads:
+        return Downloads(self.root / "build" / "downloads", self.wheelhouse, self.offline)
 
     @property
     def wheels(self) -> Path:

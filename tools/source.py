@@ -13,7 +13,7 @@ from tools.download import Advance, fetch
 from tools.errors import ToolError
 from tools.git import Git
 from tools.patch import PROJECT_EMAIL, PROJECT_NAME
-from tools.pin import Pin, PinnedFile, Project
+from tools.pin import Downloads, Pin, PinnedFile, Project
 
 BASE_REF = "refs/re/base"
 BRANCH = "routed-experts"
@@ -38,7 +38,7 @@ class Archive:
     """The source archive, which may still have to be downloaded."""
 
     file: PinnedFile
-    downloads: Path
+    downloads: Downloads
 
     def __str__(self) -> str:
         return f"the source archive {self.file.filename}, sha256 {self.file.sha256}"

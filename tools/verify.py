@@ -8,10 +8,11 @@ import hashlib
 import io
 import subprocess
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from packaging.tags import Tag, parse_tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from tools.download import fetch
@@ -43,9 +44,11 @@ class Verified:
     patches: int
 
 
-def _plan_for(project: Project, tree: Path, series_file: Path, version: str) -> tuple[Plan, Series]:
+def _plan_for(
+    project: Project, tree: Path, series_file: Path, version: str, tags: Collection[Tag]
+) -> tuple[Plan, Series]:
     """What a wheel of this version must be, from tree and base wheel alone."""
-    base, release = read_wheel_version(project.pin, version)
+    base, release = read_wheel_version(project.pin, version, tags)
     git: Git = open_tree(tree, project.pin)
     series = tree_series(git, project, series_file)
     if bool(series) != bool(release):
@@ -92,12 +95,12 @@ def _conclude(what: str, plan: Plan, series: Series, deviations: list[ToolError]
 def verify_wheel(project: Project, path: Path, tree: Path, series_file: Path) -> Verified:
     """Compare every member of a wheel file with what it must be."""
     try:
-        _, version, _, _ = parse_wheel_filename(path.name)
+        _, version, _, tags = parse_wheel_filename(path.name)
         archive = zipfile.ZipFile(path)
     except (InvalidWheelFilename, zipfile.BadZipFile, FileNotFoundError) as error:
         raise ToolError("this is not a wheel", where=path, found=error) from error
     with archive:
-        plan, series = _plan_for(project, tree, series_file, str(version))
+        plan, series = _plan_for(project, tree, series_file, str(version), tags)
         deviations = []
         if path.name != plan.filename:
             deviations.append(
@@ -142,6 +145,14 @@ def find_site(place: Path) -> Path:
     return Path(done.stdout.strip())
 
 
+def _installed_tags(dist_info: Path) -> frozenset[Tag]:
+    """The tags that an installed wheel states; none where it does not."""
+    path = dist_info / "WHEEL"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    stated = [line.removeprefix("Tag: ") for line in lines if line.startswith("Tag: ")]
+    return frozenset(tag for text in stated if text.count("-") == 2 for tag in parse_tag(text))
+
+
 def verify_installed(project: Project, place: Path, tree: Path, series_file: Path) -> Verified:
     """Compare every installed file with what the wheel must hold."""
     site = find_site(place)
@@ -155,7 +166,7 @@ def verify_installed(project: Project, place: Path, tree: Path, series_file: Pat
             next_step="make install",
         )
     version = found[0].name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info")
-    plan, series = _plan_for(project, tree, series_file, version)
+    plan, series = _plan_for(project, tree, series_file, version, _installed_tags(found[0]))
     record = f"{plan.dist_info}/RECORD"
     deviations = []
     for member in plan.members:

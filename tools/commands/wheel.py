@@ -7,18 +7,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.commands.common import Room, add_series, add_tree, progress
+from tools.commands.common import Room, add_downloads, add_series, add_tree, progress
+from tools.compile import compile_wheel
 from tools.errors import ToolError
 from tools.pin import Project
 from tools.verify import verify_installed, verify_wheel
-from tools.wheel import build_wheel, choose_base
+from tools.wheel import Built, build_wheel, choose_base
 
 
 def add(parent: argparse._SubParsersAction) -> None:
     room = Room(parent, "wheel", "wheels: the base wheel with the series laid over it")
 
     parser = room.verb("build", build, "--variant cpu --out build/wheels")
-    parser.add_argument("--variant", required=True, help="cpu or cuda: the base wheel")
+    parser.add_argument("--variant", required=True, help="a base wheel: cpu, cuda or cuda-aarch64")
     add_tree(parser)
     add_series(parser)
     parser.add_argument("--out", type=Path, help="where it goes (default: build/wheels)")
@@ -28,6 +29,15 @@ def add(parent: argparse._SubParsersAction) -> None:
         metavar="N",
         help="the release number (default: [project].version of pyproject.toml)",
     )
+    parser.add_argument(
+        "--from-source",
+        nargs="?",
+        type=Path,
+        const=Path(sys.executable),
+        metavar="PYTHON",
+        help="compile, with this Python's torch and build requirements (default: this Python)",
+    )
+    add_downloads(parser)
 
     parser = room.verb("verify", verify, "--installed .venv/bin/python")
     parser.add_argument("wheels", nargs="*", type=Path, metavar="WHEEL")
@@ -42,6 +52,7 @@ def add(parent: argparse._SubParsersAction) -> None:
     )
     add_tree(parser)
     add_series(parser)
+    add_downloads(parser)
 
 
 def _release(text: str) -> int:
@@ -54,8 +65,21 @@ def _release(text: str) -> int:
 def build(arguments: argparse.Namespace, project: Project) -> int:
     """Lay the applied series over the pinned base wheel. The result is reproducible: pin, series
     and release number decide every byte. Refuses a build tree that is not the applied series, and
-    a series that changes compiled sources."""
+    a series that changes compiled sources: those need --from-source, on a machine with the CUDA
+    toolkit, vLLM's build requirements and the network."""
     base = choose_base(project.pin, arguments.variant)
+    if arguments.from_source:
+        compiled = compile_wheel(
+            project,
+            arguments.variant,
+            arguments.tree or project.tree,
+            arguments.series or project.series_file,
+            arguments.out or project.wheels,
+            python=arguments.from_source,
+            release=arguments.release,
+        )
+        _tell(compiled)
+        return 0
     with progress(base.file) as advance:
         built = build_wheel(
             project,
@@ -67,10 +91,14 @@ def build(arguments: argparse.Namespace, project: Project) -> int:
             advance=advance,
         )
     print(f"base: {base.file.filename} ({base.trusted_by})")
+    _tell(built)
+    return 0
+
+
+def _tell(built: Built) -> None:
     print(f"wheel: {built.path} ({built.patches} patches)")
     print(f"size: {built.size}")
     print(f"sha256: {built.sha256}")
-    return 0
 
 
 def verify(arguments: argparse.Namespace, project: Project) -> int:
