@@ -198,10 +198,21 @@ verify-cuda: $(LOCKED) ## Build the CUDA wheels twice, in two directories: the s
 lock: apply ## Write requirements/*.txt anew (ARGS=--upgrade for newer versions)
 	grep '^uv==' requirements/environment.in | $(LOCK) --no-annotate --output-file requirements/bootstrap.txt -
 	$(LOCK) $(ARGS) --output-file requirements/environment.txt requirements/environment.in
+	@for name in cuda tools; do $(call prefer,requirements/$$name.txt); \
+		$(LOCK_IMAGE) --output-file requirements/$$name.txt requirements/$$name.in; done
+	@# One list for both machines: it holds the digests of every machine's wheels.
+	@cp requirements/cuda.txt build/aarch64.txt
+	$(subst x86_64,aarch64,$(LOCK_IMAGE)) --output-file build/aarch64.txt requirements/cuda.in
+	diff <(grep '==' requirements/cuda.txt) <(grep '==' build/aarch64.txt)
 
 # Names no index: where packages come from is the machine's business, what they are is the lock's.
 LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock" $(UV) pip compile --quiet --generate-hashes --no-emit-index-url \
 	--only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_28
+LOCK_IMAGE = $(subst 3.11,3.12,$(subst manylinux_2_28,manylinux_2_35,$(LOCK)))
+# The installer keeps the versions that the output file has, where it can: those of the environment
+# that the tests run in, and behind them its own of the last time.
+prefer = sed -n 's/^\([a-z0-9][^ ]*\)==\([^ ]*\).*/\1==\2/p' requirements/environment.txt $(1) 2>/dev/null \
+	| awk -F == '!seen[$$1]++' >$(1).new || true; mv $(1).new $(1)
 
 .PHONY: clean
 clean: ## Remove everything made, less .venv and downloads

@@ -18,6 +18,8 @@ PROSE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 
 # Where upstream's version may stand: in patches (context), in dated records, in history.
 RECORDS = ("patches/", "benchmarks/results/", "CHANGELOG.md")
+# Sizes and versions of many packages, which may be the same digits by chance.
+LOCKS = ("requirements/environment.txt", "requirements/cuda.txt")
 
 
 def read(name: str) -> str:
@@ -134,7 +136,7 @@ def test_ci_runs_the_test_command_and_nothing_else() -> None:
 # --- requirements/ --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bootstrap", "environment"])
+@pytest.mark.parametrize("name", ["bootstrap", "cuda", "environment", "tools"])
 def test_lock_is_complete_and_names_no_place(name: str) -> None:
     lock = pinned(f"requirements/{name}.txt")
     assert lock
@@ -145,6 +147,18 @@ def test_lock_is_complete_and_names_no_place(name: str) -> None:
 def test_lock_has_the_installer_that_installs_it() -> None:
     (installer,) = pinned("requirements/bootstrap.txt").items()
     assert installer in pinned("requirements/environment.txt").items()
+
+
+def test_image_lock_has_the_installer_that_installs_it() -> None:
+    (installer,) = pinned("requirements/bootstrap.txt").items()
+    assert installer in pinned("requirements/cuda.txt").items()
+
+
+def test_image_builds_with_the_tools_that_are_tested() -> None:
+    # Else the bill of materials, and with it the wheel, could come out otherwise in the image.
+    tools, tested = pinned("requirements/tools.txt"), pinned("requirements/environment.txt")
+    assert tools.keys() >= {"cyclonedx-python-lib", "packaging", "unidiff"}
+    assert {name: tested.get(name) for name in tools} == tools
 
 
 def test_lock_is_what_is_installed() -> None:
@@ -158,18 +172,26 @@ def test_lock_is_what_is_installed() -> None:
     assert {package: installed.get(package) for package in wanted} == wanted
 
 
-def test_lock_meets_its_input_and_vllm() -> None:
-    lock = pinned("requirements/environment.txt")
-    sources = [ROOT / "requirements/environment.in", ROOT / "build/vllm/requirements/common.txt"]
-    if not sources[1].exists():
+@pytest.mark.parametrize(
+    ("name", "python", "sources"),
+    [
+        ("environment", "3.11", ["common"]),
+        ("cuda", "3.12", ["common", "cuda"]),
+    ],
+)
+def test_lock_meets_its_input_and_vllm(name: str, python: str, sources: list[str]) -> None:
+    lock = pinned(f"requirements/{name}.txt")
+    upstream = [ROOT / f"build/vllm/requirements/{source}.txt" for source in sources]
+    if not upstream[0].exists():
         pytest.skip("build/vllm is not there: make apply")
-    for source in sources:
+    target = {"python_version": python, "python_full_version": f"{python}.0"}
+    for source in [ROOT / f"requirements/{name}.in", *upstream]:
         for line in source.read_text(encoding="utf-8").splitlines():
             text = re.sub(r"(^|\s)#.*", "", line).strip()
             if not text or text.startswith("-r "):
                 continue
             requirement = Requirement(text)
-            if requirement.marker and not requirement.marker.evaluate():
+            if requirement.marker and not requirement.marker.evaluate(target):
                 continue
             version, _ = lock[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version, prereleases=True), text
@@ -212,7 +234,7 @@ def test_pin_stands_in_one_file() -> None:
         rf"(?<![\w.])v?({'|'.join(re.escape(v.lstrip('v')) for v in pin)})(?!\w|\.\d)"
     )
     for name, text in texts(committed()).items():
-        if name == "upstream.toml" or name.startswith((*RECORDS, "requirements/environment.txt")):
+        if name == "upstream.toml" or name.startswith(RECORDS) or name in LOCKS:
             continue
         found = word.search(text)
         assert not found, f"{name} repeats {found[0]} of upstream.toml"
