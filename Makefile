@@ -29,6 +29,8 @@ NEED_GB ?= 12
 # Where pinned sources and base wheels come from: make WHEELHOUSE=DIR takes them from a directory,
 # make OFFLINE=1 asks no index.
 FROM = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
+# The name that `make image` gives.
+IMAGE ?= vllm-routed-experts
 # The base wheels that wheel-cuda and verify-cuda take.
 CUDA ?= cuda cuda-aarch64
 
@@ -191,6 +193,13 @@ verify-cuda: $(LOCKED) ## Build the CUDA wheels twice, in two directories: the s
 	diff -r build/verify-cuda/one/wheels build/verify-cuda/two/wheels
 	$(TOOLS) wheel verify build/verify-cuda/one/wheels/*.whl --tree build/verify-cuda/one/vllm $(FROM)
 	@sha256sum build/verify-cuda/one/wheels/*.whl && rm -rf build/verify-cuda
+
+.PHONY: image
+image: $(LOCKED) ## Build the image for GPU clusters: make image BASE_IMAGE=name@sha256:... (deploy/README.md)
+	@deploy/pinned-image.sh "$(BASE_IMAGE)"
+	docker build --tag $(IMAGE) --build-arg BASE_IMAGE="$(BASE_IMAGE)" \
+		$$($(TOOLS) wheel identity --variant cuda | sed 's/^/--build-arg /') \
+		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -dirty)" .
 
 ##@ Keep house
 

@@ -25,6 +25,7 @@ examples:
   python -m tools series list                    show the series
   python -m tools series fingerprint             one digest for pin and series
   python -m tools wheel build --variant cpu      lay the series over the base wheel
+  python -m tools wheel identity --variant cuda  what its version, pin and series are
   python -m tools wheel verify                   prove that a wheel is base plus series
   python -m tools upstream test                  vLLM's own tests, with and without the series
 

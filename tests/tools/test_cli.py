@@ -23,6 +23,7 @@ VERBS = [
     ("series", "list"),
     ("series", "fingerprint"),
     ("wheel", "build"),
+    ("wheel", "identity"),
     ("wheel", "verify"),
     ("upstream", "test"),
 ]

@@ -11,8 +11,9 @@ from tools.commands.common import Room, add_downloads, add_series, add_tree, pro
 from tools.compile import compile_wheel
 from tools.errors import ToolError
 from tools.pin import Project
+from tools.series import fingerprint, read_series
 from tools.verify import verify_installed, verify_wheel
-from tools.wheel import Built, build_wheel, choose_base
+from tools.wheel import Built, build_wheel, choose_base, wheel_version
 
 
 def add(parent: argparse._SubParsersAction) -> None:
@@ -38,6 +39,10 @@ def add(parent: argparse._SubParsersAction) -> None:
         help="compile, with this Python's torch and build requirements (default: this Python)",
     )
     add_downloads(parser)
+
+    parser = room.verb("identity", identity, "--variant cuda")
+    parser.add_argument("--variant", required=True, help="a base wheel: cpu, cuda or cuda-aarch64")
+    add_series(parser)
 
     parser = room.verb("verify", verify, "--installed .venv/bin/python")
     parser.add_argument("wheels", nargs="*", type=Path, metavar="WHEEL")
@@ -99,6 +104,18 @@ def _tell(built: Built) -> None:
     print(f"wheel: {built.path} ({built.patches} patches)")
     print(f"size: {built.size}")
     print(f"sha256: {built.sha256}")
+
+
+def identity(arguments: argparse.Namespace, project: Project) -> int:
+    """Print what a wheel of the series is called and made from, as NAME=value lines: the pin, the
+    fingerprint of the series, the version. The image's labels say the same."""
+    pin = project.pin
+    base = choose_base(pin, arguments.variant)
+    series = read_series(arguments.series or project.series_file)
+    print(f"PIN={pin.git_tag}@{pin.commit}")
+    print(f"SERIES_FINGERPRINT={fingerprint(series, pin)}")
+    print(f"WHEEL_VERSION={wheel_version(pin, base, project.release if series else 0)}")
+    return 0
 
 
 def verify(arguments: argparse.Namespace, project: Project) -> int:

@@ -1,0 +1,49 @@
+# The image for GPU clusters: make image BASE_IMAGE=name@sha256:...  (deploy/README.md)
+#
+# Every RUN is a script of deploy/ that tests/deploy executes without Docker.
+
+# No default: whoever builds says which base to trust, by digest.
+ARG BASE_IMAGE
+FROM ${BASE_IMAGE} AS base
+ARG BASE_IMAGE
+COPY deploy/pinned-image.sh /opt/deploy/
+COPY deploy/image /opt/deploy/image
+RUN /opt/deploy/image/base.sh "${BASE_IMAGE}" && /opt/deploy/image/packages.sh run
+
+# The wheel: built here, or taken from build/wheels-cuda; proved in both cases.
+FROM base AS wheel
+RUN /opt/deploy/image/packages.sh build
+WORKDIR /src
+COPY . .
+ARG PIN SERIES_FINGERPRINT WHEEL_VERSION
+RUN deploy/image/wheel.sh /out
+
+FROM base AS server
+COPY requirements/bootstrap.txt requirements/cuda.txt /opt/requirements/
+RUN --mount=type=bind,from=wheel,source=/out,target=/wheel \
+    /opt/deploy/image/install.sh /wheel /opt/requirements /opt/vllm
+COPY --from=wheel /out/sbom.cdx.json /usr/share/vllm-routed-experts/
+RUN /opt/deploy/image/user.sh
+
+ENV HOME=/home/vllm \
+    PATH=/opt/vllm/bin:/usr/local/cuda/bin:${PATH} \
+    DO_NOT_TRACK=1 \
+    PORT=8000
+USER 10001:10001
+WORKDIR /home/vllm
+EXPOSE 8000
+
+ARG BASE_IMAGE PIN SERIES_FINGERPRINT WHEEL_VERSION REVISION
+LABEL org.opencontainers.image.title="vllm-routed-experts" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${WHEEL_VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}" \
+      vllm-routed-experts.pin="${PIN}" \
+      vllm-routed-experts.series-fingerprint="${SERIES_FINGERPRINT}" \
+      vllm-routed-experts.sbom="/usr/share/vllm-routed-experts/sbom.cdx.json"
+
+# Loading a large model takes its time; only after that does an unanswered probe count.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=30m --retries=3 \
+    CMD ["/opt/deploy/image/health.sh"]
+ENTRYPOINT ["vllm", "serve"]

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Build the patched CUDA wheel for this machine, or take the one in build/wheels-cuda; prove either way
+# that it is the pinned base wheel plus the series; put it and its bill of materials into a directory.
+#
+#   wheel.sh OUT
+#
+# PIN, SERIES_FINGERPRINT and WHEEL_VERSION are what the image's labels say; they must be true.
+set -euo pipefail
+
+out=${1:?the directory to write to}
+root=${ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)}
+case $(uname -m) in
+x86_64) variant=cuda ;;
+aarch64) variant=cuda-aarch64 ;;
+*)
+    echo "error: there is no CUDA base wheel for $(uname -m)" >&2
+    exit 1
+    ;;
+esac
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+    python3.12 -m venv /tmp/tools
+    python=/tmp/tools/bin/python
+    "$python" -m pip install --quiet --no-cache-dir --disable-pip-version-check --only-binary :all: \
+        --require-hashes --requirement requirements/tools.txt
+fi
+tools() { "$python" -m tools --root "$root" "$@"; }
+
+identity=$(tools wheel identity --variant "$variant")
+said=$(printf '%s=%s\n' PIN "${PIN:-}" SERIES_FINGERPRINT "${SERIES_FINGERPRINT:-}" \
+    WHEEL_VERSION "${WHEEL_VERSION:-}")
+if [ "$said" != "$identity" ]; then
+    echo "error: the labels would not be true of what is built" >&2
+    printf '  expected:\n%s\n  found:\n%s\n' "$identity" "$said" >&2
+    echo "  next:     make image passes them" >&2
+    exit 1
+fi
+
+tools series apply
+shopt -s nullglob
+given=("$root"/build/wheels-cuda/vllm-*_"$(uname -m)".whl)
+if [ ${#given[@]} -eq 0 ]; then
+    tools wheel build --variant "$variant" --out "$root/build/wheels-cuda"
+    given=("$root"/build/wheels-cuda/vllm-*_"$(uname -m)".whl)
+fi
+if [ ${#given[@]} -ne 1 ]; then
+    echo "error: more than one wheel to take: ${given[*]}" >&2
+    exit 1
+fi
+tools wheel verify "${given[0]}"
+
+mkdir -p "$out"
+cp "${given[0]}" "$out/"
+"$python" -m zipfile --extract "${given[0]}" "$out/unpacked"
+mv "$out"/unpacked/vllm-*.dist-info/sboms/vllm-routed-experts.cdx.json "$out/sbom.cdx.json"
+rm -rf "$out/unpacked"

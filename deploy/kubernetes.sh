@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Print the manifest for an image and a model; an image without a digest is refused.
+#
+#   kubernetes.sh IMAGE@sha256:... MODEL | kubectl apply --filename -
+set -euo pipefail
+
+here=$(dirname "${BASH_SOURCE[0]}")
+image=$("$here/pinned-image.sh" "${1:-}")
+model=${2:?a model, by name or directory}
+if [[ ! $model =~ ^[A-Za-z0-9._/-]+$ ]]; then
+    echo "error: this does not look like a model's name or directory: $model" >&2
+    exit 1
+fi
+sed -e "s|image: IMAGE\$|image: $image|" -e "s|- MODEL\$|- $model|" "$here/kubernetes.yaml"

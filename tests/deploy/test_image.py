@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every script that the Dockerfile runs does its work, and refuses what it should."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deploy.conftest import IMAGE, ROOT, Stage
+from tests.tools.toy import VERSION, Toy, add_series, make_toy
+
+NVCC = "Cuda compilation tools, release 13.0, V13.0.88\n"
+
+
+# --- references -----------------------------------------------------------------------------------
+
+
+def test_a_reference_with_a_digest_is_printed(stage: Stage) -> None:
+    done = stage.run("pinned-image.sh", IMAGE)
+    assert (done.returncode, done.stdout) == (0, f"{IMAGE}\n")
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "",
+        "ubuntu",
+        "ubuntu:24.04",
+        "@sha256:" + "0" * 64,
+        "name@sha256:" + "0" * 63,
+        "name@sha256:" + "0" * 65,
+        "name@sha256:" + "G" * 64,
+        "name@sha512:" + "0" * 64,
+        "name; true@sha256:" + "0" * 64,
+        "--privileged@sha256:" + "0" * 64,
+        IMAGE + "\nname",
+    ],
+)
+def test_a_reference_without_a_digest_is_refused(stage: Stage, reference: str) -> None:
+    done = stage.run("pinned-image.sh", reference)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "name@sha256:<64 hexadecimal digits>" in done.stderr
+
+
+# --- base.sh --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(stage: Stage) -> Stage:
+    """A base image that does."""
+    stage.program("uname", "x86_64\n")
+    stage.program("getconf", "glibc 2.39\n")
+    stage.program("nvcc", NVCC)
+    return stage
+
+
+def test_a_base_that_does_is_let_through(base: Stage) -> None:
+    assert base.run("image/base.sh", IMAGE).returncode == 0
+
+
+def test_a_base_without_a_digest_is_refused(base: Stage) -> None:
+    done = base.run("image/base.sh", "nvidia/cuda:13.0.2-devel-ubuntu24.04")
+    assert done.returncode == 1
+    assert "without a digest" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "out", "said"),
+    [
+        ("getconf", "glibc 2.31\n", "glibc is too old"),
+        ("getconf", "glibc 2.4\n", "glibc is too old"),
+        ("nvcc", NVCC.replace("13.0", "12.9"), "no compiler of CUDA 13"),
+        ("uname", "riscv64\n", "no CUDA base wheel for its machine"),
+    ],
+)
+def test_a_base_that_cannot_carry_the_wheel_is_refused(
+    base: Stage, program: str, out: str, said: str
+) -> None:
+    base.program(program, out)
+    done = base.run("image/base.sh", IMAGE)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_a_base_without_a_cuda_compiler_is_refused(base: Stage) -> None:
+    base.program("nvcc", status=127)
+    done = base.run("image/base.sh", IMAGE)
+    assert done.returncode == 1
+    assert "found:    none" in done.stderr
+
+
+# --- packages.sh, user.sh -------------------------------------------------------------------------
+
+
+def packages(stage: Stage, role: str):
+    lists = stage.place / "lists"
+    lists.mkdir()
+    (lists / "index").write_text("")
+    return stage.run("image/packages.sh", role, LISTS=str(lists), NOTES=str(stage.place / "notes"))
+
+
+def test_packages_are_installed_and_noted(stage: Stage) -> None:
+    stage.program("apt-get")
+    stage.program("dpkg-query", "python3.12 3.12.3\n")
+    assert packages(stage, "run").returncode == 0
+    update, install, _ = stage.calls()
+    assert update[:2] == ["apt-get", "update"]
+    assert {"python3.12", "python3.12-venv", "python3.12-dev", "gcc"} <= set(install)
+    assert "--no-install-recommends" in install
+    assert (stage.place / "notes/system-packages.txt").read_text() == "python3.12 3.12.3\n"
+    assert not list((stage.place / "lists").iterdir())
+
+
+def test_a_distribution_without_the_packages_is_told(stage: Stage) -> None:
+    stage.program("apt-get", status=100)
+    # update must work for install to be what fails
+    path = stage.place / "bin/apt-get"
+    path.write_text('#!/bin/sh\n[ "$1" = update ]\n')
+    done = packages(stage, "run")
+    assert done.returncode == 1
+    assert "expected: Ubuntu 24.04" in done.stderr
+
+
+def test_an_unknown_role_installs_nothing(stage: Stage) -> None:
+    stage.program("apt-get")
+    assert packages(stage, "all").returncode == 2
+    assert stage.calls() == []
+
+
+def test_the_user_is_not_root_and_owns_its_home(stage: Stage) -> None:
+    for name in ("groupadd", "useradd", "chown"):
+        stage.program(name)
+    home = stage.place / "home"
+    assert stage.run("image/user.sh", HOME_DIR=str(home)).returncode == 0
+    _, useradd, chown = stage.calls()
+    assert useradd[1:5] == ["--uid", "10001", "--gid", "10001"]
+    assert chown == ["chown", "-R", "10001:10001", str(home)]
+    assert (home / ".cache").is_dir()
+
+
+# --- wheel.sh -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def _project(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    toy = make_toy(tmp_path_factory.mktemp("image") / "project")
+    add_series(toy)
+    return toy
+
+
+@pytest.fixture
+def project(_project: Toy, stage: Stage) -> Toy:
+    stage.program("uname", "x86_64\n")
+    return _project.copy(stage.place / "project")
+
+
+def labels(project: Toy) -> dict[str, str]:
+    lines = project.do("wheel", "identity", "--variant", "cuda").splitlines()
+    return dict(line.split("=", 1) for line in lines)
+
+
+def make_wheel(stage: Stage, project: Toy, said: dict[str, str]):
+    return stage.run(
+        "image/wheel.sh",
+        str(stage.place / "out"),
+        ROOT=str(project.root),
+        PYTHON=sys.executable,
+        **said,
+    )
+
+
+def test_the_identity_is_pin_series_and_version(project: Toy) -> None:
+    fingerprint = project.do("series", "fingerprint").strip()
+    assert labels(project) == {
+        "PIN": f"v{VERSION}@{'c' * 40}",
+        "SERIES_FINGERPRINT": fingerprint,
+        "WHEEL_VERSION": f"{VERSION}+re.3",
+    }
+
+
+def test_the_wheel_is_built_proved_and_put_out_with_its_bill_of_materials(
+    stage: Stage, project: Toy
+) -> None:
+    shutil.rmtree(project.tree)
+    done = make_wheel(stage, project, labels(project))
+    assert done.returncode == 0, done.stderr
+    assert "verified: " in done.stdout
+    out = stage.place / "out"
+    (wheel,) = out.glob("*.whl")
+    assert sorted(path.name for path in out.iterdir()) == ["sbom.cdx.json", wheel.name]
+    bom = json.loads((out / "sbom.cdx.json").read_text())
+    assert bom["metadata"]["component"]["version"] == f"{VERSION}+re.3"
+
+
+def test_a_wheel_that_is_there_is_taken(stage: Stage, project: Toy) -> None:
+    out = project.root / "build/wheels-cuda"
+    project.do("wheel", "build", "--variant", "cuda", "--out", str(out))
+    project.do("wheel", "build", "--variant", "cuda-aarch64", "--out", str(out))
+    (project.downloads / "untouched").write_text("")
+    done = make_wheel(stage, project, labels(project))
+    assert done.returncode == 0, done.stderr
+    assert "wheel: " not in done.stdout
+    (wheel,) = (stage.place / "out").glob("*.whl")
+    assert wheel.read_bytes() == (out / wheel.name).read_bytes()
+
+
+def test_a_wheel_with_a_changed_file_is_refused(stage: Stage, project: Toy) -> None:
+    out = project.root / "build/wheels-cuda"
+    project.do("wheel", "build", "--variant", "cuda", "--out", str(out))
+    (path,) = out.iterdir()
+    with zipfile.ZipFile(path, "a") as wheel:
+        wheel.writestr("vllm/extra.py", "")
+    done = make_wheel(stage, project, labels(project))
+    assert done.returncode == 1
+    assert "vllm/extra.py" in done.stderr
+    assert not (stage.place / "out").exists()
+
+
+def test_a_machine_without_a_base_wheel_is_refused(stage: Stage, project: Toy) -> None:
+    stage.program("uname", "riscv64\n")
+    done = make_wheel(stage, project, labels(project))
+    assert done.returncode == 1
+    assert "no CUDA base wheel" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["PIN", "SERIES_FINGERPRINT", "WHEEL_VERSION"])
+@pytest.mark.parametrize("value", [None, "untrue"])
+def test_labels_that_would_not_be_true_are_refused(
+    stage: Stage, project: Toy, name: str, value: str | None
+) -> None:
+    said = labels(project)
+    del said[name]
+    done = make_wheel(stage, project, said | ({name: value} if value else {}))
+    assert done.returncode == 1
+    assert "the labels would not be true" in done.stderr
+    assert not (stage.place / "out").exists()
+
+
+# --- install.sh -----------------------------------------------------------------------------------
+
+_VENV = """\
+#!/bin/sh
+# python -m venv PLACE: a virtual environment of programs that note how they were called
+mkdir -p "$3/bin"
+cp {bin}/pip "$3/bin/python"
+cp {bin}/uv "$3/bin/uv"
+"""
+
+
+def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage) -> None:
+    stage.program("pip")
+    stage.program("uv")
+    maker = stage.place / "maker"
+    maker.write_text(_VENV.format(bin=stage.place / "bin"))
+    maker.chmod(0o755)
+    wheels, venv = stage.place / "wheels", stage.place / "venv"
+    wheels.mkdir()
+    (wheels / "vllm-1.whl").write_text("")
+    done = stage.run(
+        "image/install.sh", str(wheels), str(ROOT / "requirements"), str(venv), PYTHON=str(maker)
+    )
+    assert done.returncode == 0, done.stderr
+    bootstrap, sync, wheel, check = stage.calls()
+    assert {"--require-hashes", "--only-binary"} <= set(bootstrap)
+    assert bootstrap[-1] == str(ROOT / "requirements/bootstrap.txt")
+    assert {"sync", "--require-hashes", "--no-build"} <= set(sync)
+    assert str(ROOT / "requirements/cuda.txt") in sync
+    assert {"--no-deps", "--no-index", str(wheels / "vllm-1.whl")} <= set(wheel)
+    assert check[2:4] == ["pip", "check"]
+    assert all(call[-2:] == ["--python", f"{venv}/bin/python"] for call in (sync, wheel, check))
+
+
+def test_a_failed_installation_fails_the_build(stage: Stage) -> None:
+    stage.program("pip")
+    stage.program("uv", status=1)
+    maker = stage.place / "maker"
+    maker.write_text(_VENV.format(bin=stage.place / "bin"))
+    maker.chmod(0o755)
+    (stage.place / "wheels").mkdir()
+    done = stage.run(
+        "image/install.sh", str(stage.place / "wheels"), "locks", str(stage.place / "venv"),
+        PYTHON=str(maker),
+    )  # fmt: skip
+    assert done.returncode != 0
+
+
+# --- health.sh, ray-node.sh -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[int, list[int]]]:
+    """A server on the loopback interface: its port, and a list that holds the next status."""
+    status = [200]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(status[0] if self.path == "/health" else 404)
+            self.end_headers()
+
+    made = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield made.server_port, status
+    made.shutdown()
+    made.server_close()
+    thread.join(10)
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_a_server_is_as_healthy_as_it_says(
+    stage: Stage, server: tuple[int, list[int]], status: int, healthy: bool
+) -> None:
+    port, answer = server
+    answer[0] = status
+    assert (stage.run("image/health.sh", PORT=str(port)).returncode == 0) == healthy
+
+
+def test_a_server_that_does_not_answer_is_not_healthy(stage: Stage) -> None:
+    assert stage.run("image/health.sh", PORT="1").returncode != 0
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_worker_is_as_healthy_as_its_head(stage: Stage, status: int) -> None:
+    stage.program("ray", status=status)
+    done = stage.run("image/health.sh", ROLE="worker", RAY_ADDRESS="10.0.0.1:6379")
+    assert done.returncode == status
+    assert stage.calls() == [
+        ["ray", "health-check", "--address", "10.0.0.1:6379", "--skip-version-check"]
+    ]
+
+
+def test_the_head_starts_ray_and_then_serves_with_it(stage: Stage) -> None:
+    stage.program("ray")
+    stage.program("vllm")
+    flags = ("some/model", "--tensor-parallel-size=8")
+    assert stage.run("image/ray-node.sh", "head", *flags, NODE="10.0.0.1").returncode == 0
+    ray, vllm = stage.calls()
+    assert ray[:7] == ["ray", "start", "--head", "--node-ip-address", "10.0.0.1", "--port", "6379"]
+    assert vllm == ["vllm", "serve", "--distributed-executor-backend", "ray", *flags]
+    assert stage.environment()["RAY_ADDRESS"] == "10.0.0.1:6379"
+    assert stage.environment()["VLLM_HOST_IP"] == "10.0.0.1"
+
+
+def test_a_worker_joins_the_head_and_stays(stage: Stage) -> None:
+    stage.program("ray")
+    done = stage.run("image/ray-node.sh", "worker", NODE="10.0.0.2", HEAD="10.0.0.1")
+    assert done.returncode == 0
+    (ray,) = stage.calls()
+    assert ray[:6] == [
+        *("ray", "start", "--address", "10.0.0.1:6379", "--node-ip-address", "10.0.0.2")
+    ]
+    assert "--block" in ray
+
+
+@pytest.mark.parametrize(
+    ("words", "environment"),
+    [(("head",), {}), (("worker",), {"NODE": "10.0.0.2"}), ((), {"NODE": "10.0.0.2"})],
+)
+def test_a_node_without_role_or_addresses_starts_nothing(
+    stage: Stage, words: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    stage.program("ray")
+    assert stage.run("image/ray-node.sh", *words, **environment).returncode != 0
+    assert stage.calls() == []
