@@ -194,6 +194,14 @@ verify-cuda: $(LOCKED) ## Build the CUDA wheels twice, in two directories: the s
 	$(TOOLS) wheel verify build/verify-cuda/one/wheels/*.whl --tree build/verify-cuda/one/vllm $(FROM)
 	@sha256sum build/verify-cuda/one/wheels/*.whl && rm -rf build/verify-cuda
 
+.PHONY: release-prepare
+release-prepare: apply ## Write number and changelog of the next release, for a person to read and commit
+	$(TOOLS) release prepare $(FROM)
+
+.PHONY: release
+release: apply ## Build the prepared release into build/release: wheels, checksums, provenance
+	$(TOOLS) release build $(FROM)
+
 .PHONY: image
 image: $(LOCKED) ## Build the image for GPU clusters: make image BASE_IMAGE=name@sha256:... (deploy/README.md)
 	@deploy/pinned-image.sh "$(BASE_IMAGE)"

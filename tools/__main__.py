@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.commands import series, source, upstream, wheel
+from tools.commands import release, series, source, upstream, wheel
 from tools.errors import ToolError
 from tools.pin import Project
 
@@ -27,6 +27,8 @@ examples:
   python -m tools wheel build --variant cpu      lay the series over the base wheel
   python -m tools wheel identity --variant cuda  what its version, pin and series are
   python -m tools wheel verify                   prove that a wheel is base plus series
+  python -m tools release prepare                number and changelog of the next release
+  python -m tools release build                  wheels, checksums, provenance of this commit
   python -m tools upstream test                  vLLM's own tests, with and without the series
 
 Every verb explains itself: python -m tools ROOM VERB --help
@@ -37,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     """All rooms and verbs."""
     top = argparse.ArgumentParser(
         prog="python -m tools",
-        description="Source, patch series, wheels and upstream tests of vllm-routed-experts.",
+        description="Source, patches, wheels, releases and upstream tests of vllm-routed-experts.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "--root", type=Path, default=_ROOT, help="the repository (default: the one of this file)"
     )
     rooms = top.add_subparsers(metavar="ROOM", required=True)
-    for room in (source, series, wheel, upstream):
+    for room in (source, series, wheel, release, upstream):
         room.add(rooms)
     return top
 
