@@ -212,6 +212,10 @@ def test_every_flag_is_one_of_the_installed_vllm(stage: Stage) -> None:
         "ray": ["--distributed-executor-backend", "ray", *shlex.split(ray.split("head", 1)[1])],
     }
     for name, words in lines.items():
-        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+        parser = make_arg_parser(FlexibleArgumentParser())
+        # Spelt out: the parser would take a beginning of a flag for the flag.
+        flags = {word.split("=")[0] for word in words if word.startswith("--")}
+        assert flags <= parser._option_string_actions.keys(), name
+        parsed = parser.parse_args(words)
         assert parsed.enable_return_routed_experts, name
         assert parsed.routed_experts_opt_in, name

@@ -425,6 +425,7 @@ def test_the_provenance_is_what_in_toto_and_slsa_define(made: Toy) -> None:
     out = release_of(made)
     for name in WHEELS:
         text = (out / f"{name}.intoto.json").read_text()
+        assert list(json.loads(text)) == ["_type", "subject", "predicateType", "predicate"]
         # A field that the format does not know is an error here.
         message = json_format.Parse(text, StatementMessage())
         Statement.copy_from_pb(message).validate()
