@@ -21,8 +21,9 @@ esac
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-}
 if [ -z "$python" ]; then
-    python3.12 -m venv /tmp/tools
-    python=/tmp/tools/bin/python
+    venv=$(mktemp -d)
+    python3.12 -m venv "$venv"
+    python=$venv/bin/python
     "$python" -m pip install --quiet --no-cache-dir --disable-pip-version-check --only-binary :all: \
         --require-hashes --requirement requirements/tools.txt
 fi
@@ -53,6 +54,9 @@ tools wheel verify "${given[0]}"
 
 mkdir -p "$out"
 cp "${given[0]}" "$out/"
-"$python" -m zipfile --extract "${given[0]}" "$out/unpacked"
-mv "$out"/unpacked/vllm-*.dist-info/sboms/vllm-routed-experts.cdx.json "$out/sbom.cdx.json"
-rm -rf "$out/unpacked"
+"$python" - "${given[0]}" "$out/sbom.cdx.json" <<'EOF'
+import sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/sboms/vllm-routed-experts.cdx.json"))
+    open(sys.argv[2], "wb").write(wheel.read(name))
+EOF
