@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from tools.download import Advance, digest_of
 from tools.errors import ToolError
 from tools.export import export_series
 from tools.git import Git
-from tools.pin import Project
+from tools.pin import PinnedFile, Project
 from tools.provenance import make_provenance
 from tools.sbom import make_sbom
 from tools.series import check_series
@@ -162,8 +164,15 @@ def _write_all(texts: dict[Path, str]) -> None:
         raise
 
 
+def _silent(pinned: PinnedFile) -> AbstractContextManager[Advance]:
+    return nullcontext(lambda count: None)
+
+
 def build(
-    project: Project, tree: Path, out: Path, advance: Advance = lambda count: None
+    project: Project,
+    tree: Path,
+    out: Path,
+    progress: Callable[[PinnedFile], AbstractContextManager[Advance]] = _silent,
 ) -> Released:
     """Build the prepared release of HEAD into ``out``, completely or not at all.
 
@@ -211,7 +220,10 @@ def build(
     try:
         stage.chmod(0o755)
         for variant, base in project.pin.wheels.items():
-            built = build_wheel(project, variant, tree, project.series_file, stage, advance=advance)
+            with progress(base.file) as advance:
+                built = build_wheel(
+                    project, variant, tree, project.series_file, stage, advance=advance
+                )
             verify_wheel(project, built.path, tree, project.series_file)
             version = wheel_version(project.pin, base, number)
             sbom = make_sbom(project.pin, base, series, version)

@@ -7,7 +7,7 @@ import argparse
 import re
 from pathlib import Path
 
-from tools.commands.common import Room, add_downloads, add_tree
+from tools.commands.common import Room, add_downloads, add_tree, progress
 from tools.pin import Project
 from tools.release import build, prepare
 
@@ -53,7 +53,7 @@ def build_release(arguments: argparse.Namespace, project: Project) -> int:
     uncommitted changes, a stale patches/, a release that is not prepared, and a version that is
     released already."""
     out = arguments.out or project.root / "build" / "release" / f"re.{project.release}"
-    done = build(project, arguments.tree or project.tree, out)
+    done = build(project, arguments.tree or project.tree, out, progress)
     state = "built" if done.changed else "built again, the same bytes"
     print(f"{state}: re.{done.number} in {done.path}")
     for name in done.files:

@@ -71,7 +71,7 @@ def build(arguments: argparse.Namespace, project: Project) -> int:
     """Lay the applied series over the pinned base wheel. The result is reproducible: pin, series
     and release number decide every byte. Refuses a build tree that is not the applied series, and
     a series that changes compiled sources: those need --from-source, on a machine with the CUDA
-    toolkit, vLLM's build requirements and the network."""
+    toolkit, vLLM's build requirements and the network (this project never ran that to its end)."""
     base = choose_base(project.pin, arguments.variant)
     if arguments.from_source:
         compiled = compile_wheel(
