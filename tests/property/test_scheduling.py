@@ -314,8 +314,8 @@ class Engine:
             # The release refuses it, with an error.
             return
         if not self.setup.asynchronous:
-            # Only asynchronous scheduling discards the token of a step on its way; the other
-            # engine with such steps, pipeline parallelism, is refused.
+            # Only asynchronous scheduling discards the token of a step on its way. The other
+            # engine with such steps, pipeline parallelism, samples it twice in this release.
             while self.on_the_way:
                 self.deliver()
         if self.scheduler.reset_prefix_cache(reset_running_requests=running):
