@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes, one model: tensor, pipeline and data parallel engines return the rows that
+one process returns for the same tokens, in float32, and those of the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+
+from examples.demo import oracle
+from examples.demo.server import Answer, Kept, Server
+from examples.trainer import client
+from tests.behaviour.conftest import CHUNK, as_prompts, random_prompt, running
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# One worker on each of two cores.
+BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+# Less and more than a chunk; the last one begins like the one before it.
+LENGTHS = (1, 40, CHUNK, 3 * CHUNK + 5, 90, 7, 150, 2 * CHUNK)
+PROMPTS = [random_prompt(i, n) for i, n in enumerate(LENGTHS)]
+PROMPTS.append([*PROMPTS[-1][:CHUNK], *random_prompt(99, 30)])
+MAX_TOKENS = 9
+# The second request is silent for itself: it says no.
+SILENT = 1
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(mlp_only_layers=[1])
+
+
+@contextmanager
+def workers(model: Path, **options: Any) -> Iterator[LLM]:
+    """An engine in this process with its workers in their own; none may be left."""
+    from vllm import envs
+
+    before = set(psutil.Process().children(recursive=True))
+    envs.disable_envs_cache()  # an engine before this one may have filled it
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in BINDING.items():
+            patch.setenv(name, value)
+        with running(model, **options) as llm:
+            yield llm
+    started = set(psutil.Process().children(recursive=True)) - before
+    _, alive = psutil.wait_procs(started, timeout=30)
+    # Python keeps one helper for all its life.
+    alive = [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
+    assert not alive
+
+
+@pytest.fixture(scope="module")
+def one_process(model: Path) -> Iterator[LLM]:
+    with running(model, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def params(asks: bool = True, **sampling: Any) -> Any:
+    from vllm import SamplingParams
+
+    extra_args = {"return_routed_experts": asks}
+    return SamplingParams(
+        **{"temperature": 0.0, "ignore_eos": True, "max_tokens": MAX_TOKENS, **sampling},
+        extra_args=extra_args,
+    )
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
+    """Of all prompts at once; the silent one has no rows."""
+    asking = [params(index != SILENT) for index in range(len(prompts))]
+    outputs = llm.generate(as_prompts(*prompts), asking, use_tqdm=False)
+    return [
+        Answer(
+            tuple(prompt),
+            tuple(c.token_ids),
+            c.routed_experts,
+            c.routed_experts_start or 0,
+            c.moe_layers or (),
+        )
+        for prompt, c in zip(prompts, (o.outputs[0] for o in outputs), strict=True)
+    ]
+
+
+def ask_all(server: Server) -> list[Answer]:
+    """All prompts at once, and then again from the prefix cache."""
+
+    def ask(prompt: list[int]) -> Answer:
+        return server.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return [*pool.map(ask, PROMPTS), *pool.map(ask, PROMPTS)]
+
+
+def rows_of_one_process(llm: LLM, tokens: list[int]) -> npt.NDArray[Any]:
+    (output,) = llm.generate(as_prompts(tokens), params(max_tokens=1), use_tqdm=False)
+    return output.outputs[0].routed_experts
+
+
+def assert_same_as_one_process(one_process: LLM, model: Path, answers: list[Answer]) -> None:
+    """Every row of these tokens; a tie of the router's scores may go either way."""
+    total = oracle.Comparison()
+    for answer in answers:
+        tokens = [*answer.prompt, *answer.token_ids]
+        assert answer.rows is not None
+        assert answer.start == 0
+        assert answer.moe_layers == (0, 2, 3)
+        assert len(answer.rows) == len(tokens) - 1
+        routes = oracle.route(model, tokens)
+        alone = rows_of_one_process(one_process, tokens)[:, list(routes.layers)]
+        alone_ids = np.sort(alone.transpose(1, 0, 2).astype(np.int64), axis=-1)
+        for expected in (replace(routes, ids=alone_ids), routes):
+            total += oracle.compare(answer.rows, expected)
+    print(f"{total.rows // 2} rows, {total.excused} differences among ties")
+    assert total.agree == total.rows, total.disagreements[0]
+    # Where ties are common, agreeing says little.
+    assert total.ties <= 2 + total.decisions // 1000
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"]
+)
+def test_rows_of_two_workers_are_those_of_one(
+    one_process: LLM, model: Path, layout: dict[str, int]
+) -> None:
+    with workers(model, **layout) as llm:
+        # The second time from the prefix cache.
+        answers = [*generate(llm, PROMPTS), *generate(llm, PROMPTS)]
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert len(scheduler.routed_experts_manager) == 0
+    silent = answers[SILENT :: len(PROMPTS)]
+    assert [answer.rows for answer in silent] == [None, None]
+    asking = [a for i, a in enumerate(answers) if i % len(PROMPTS) != SILENT]
+    assert_same_as_one_process(one_process, model, asking)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("two_ranks") / "server.log"
+    arguments = [
+        "--data-parallel-size=2",
+        "--enable-return-routed-experts",
+        f"--max-num-batched-tokens={CHUNK}",
+    ]
+    with Server(model, log=log, args=arguments, env=BINDING) as server:
+        yield server
+
+
+def test_rows_of_two_ranks_are_those_of_one_process(
+    one_process: LLM, model: Path, two_ranks: Server
+) -> None:
+    assert_same_as_one_process(one_process, model, ask_all(two_ranks))
+    rows = re.findall(
+        r'^vllm:routed_experts_rows_total{engine="(\d)".*} ([\d.e+]+)$',
+        two_ranks.get("/metrics"),
+        re.MULTILINE,
+    )
+    assert {engine for engine, count in rows if float(count)} == {"0", "1"}
+
+
+def test_client_that_reads_slowly_gets_all_its_rows(
+    one_process: LLM, model: Path, two_ranks: Server
+) -> None:
+    """The engine goes on meanwhile: others are answered, before the first line is read."""
+    body = {
+        "token_ids": PROMPTS[3],
+        "sampling_params": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 300},
+        "stream": True,
+    }
+    url = two_ranks.url + "/inference/v1/generate"
+    with httpx.stream("POST", url, json=body, timeout=60) as reply:
+        others = [two_ranks.generate(p, max_tokens=3, ignore_eos=True) for p in PROMPTS[4:7]]
+        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    (slow,) = client.join(PROMPTS[3], chunks)
+    assert len(slow.token_ids) == 300
+    answer = Answer(slow.prompt, slow.token_ids, slow.rows, slow.start, slow.moe_layers)
+    assert_same_as_one_process(one_process, model, [answer, *others])
+
+
+@pytest.mark.slow
+def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
+    one_process: LLM, model: Path, tmp_path: Path
+) -> None:
+    """Two nodes of this machine: what they say to each other goes through sockets."""
+    arguments = [
+        "--pipeline-parallel-size=2",
+        "--nnodes=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+        "--enable-return-routed-experts",
+        f"--max-num-batched-tokens={CHUNK}",
+    ]
+    first = Server(
+        model,
+        log=tmp_path / "first.log",
+        args=[*arguments, "--node-rank=0"],
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0"},
+    )
+    second = Kept(
+        [*first.command[:-2], "--node-rank=1", "--headless"],
+        log=tmp_path / "second.log",
+        env={"VLLM_CPU_OMP_THREADS_BIND": "1"},
+    )
+    with second, first as server:
+        answers = ask_all(server)
+    assert_same_as_one_process(one_process, model, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", [True, False], ids=["on", "off"])
+def test_engine_whose_worker_dies_ends_with_the_same_error(model: Path, feature: bool) -> None:
+    with workers(model, tensor_parallel_size=2, enable_return_routed_experts=feature) as llm:
+        engine = llm.llm_engine
+        engine.add_request("0", as_prompts(PROMPTS[0])[0], params(feature, max_tokens=400))
+        engine.step()
+        executor = engine.engine_core.engine_core.model_executor
+        os.kill(executor.workers[1].proc.pid, signal.SIGKILL)
+        # While it waits for the step, or before it begins the next one.
+        with pytest.raises(RuntimeError, match=r"^(cancelled|Executor failed\.)$"):
+            [engine.step() for _ in range(400)]
