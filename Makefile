@@ -125,6 +125,11 @@ apply: source ## Apply the series: build/vllm, one commit a patch
 export: $(LOCKED) ## Write the commits of build/vllm back to patches/
 	$(TOOLS) series export
 
+.PHONY: rebase
+rebase: $(LOCKED) ## Move the series to another vLLM: make rebase ONTO=<version> (ARGS=--dry-run)
+	@[ -n "$(ONTO)" ] || { echo "error: which release? make rebase ONTO=<version>" >&2; exit 1; }
+	$(TOOLS) series rebase --onto "$(ONTO)" $(ARGS)
+
 .PHONY: list
 list: $(LOCKED) ## List the series
 	@exec $(TOOLS) series list
@@ -203,6 +208,7 @@ $(INSTALLED): $(BUILT) | $(LOCKED)
 
 $(PRISTINE): | $(LOCKED)
 	@echo "Building the CPU wheel of vLLM without the series, into build/pristine"
+	@rm -rf build/pristine/vllm
 	$(TOOLS) source fetch
 	$(TOOLS) series apply --pristine --tree build/pristine/vllm
 	@rm -rf build/pristine/wheels build/pristine/site build/pristine/.installed-*

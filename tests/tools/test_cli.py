@@ -20,6 +20,7 @@ VERBS = [
     ("series", "export"),
     ("series", "check"),
     ("series", "check-patches"),
+    ("series", "rebase"),
     ("series", "list"),
     ("series", "fingerprint"),
     ("wheel", "build"),

@@ -17,9 +17,19 @@ from tools.check_patches import CHECKS, Checker, places, render
 from tools.commands.common import Room, add_series, add_tree, progress
 from tools.errors import ToolError
 from tools.export import export_series
-from tools.pin import Project
+from tools.pin import UNKNOWN, Project
+from tools.rebase import (
+    abort,
+    attempt,
+    begin,
+    go_on,
+    leave_out,
+    refuse_other_rebase,
+    render_trials,
+)
 from tools.series import Series, check_series, fingerprint, read_series
 from tools.source import Archive, choose_source, fetch_source
+from tools.target import Target, find_target
 from tools.tree import open_tree
 from tools.verify import find_site, verify_installed
 
@@ -69,6 +79,31 @@ def add(parent: argparse._SubParsersAction) -> None:
     )
     add_series(parser)
     add_tree(parser)
+
+    parser = room.verb("rebase", rebase, "--onto 1.2.3 --dry-run")
+    step = parser.add_mutually_exclusive_group(required=True)
+    step.add_argument("--onto", metavar="VERSION_OR_REF", help="begin: a release, or a git ref")
+    for flag, text in {
+        "continue": "go on after the conflict was resolved",
+        "skip": "leave the patch that conflicts out of the series",
+        "drop": "drop the patch that the release contains already",
+        "abort": "leave everything as it was before --onto",
+    }.items():
+        step.add_argument(
+            f"--{flag}", dest="step", action="store_const", const=flag, help=f"then: {text}"
+        )
+    parser.add_argument("--clone", type=Path, help="a clone of vLLM that has the ref or the tag")
+    parser.add_argument("--commit", help="the commit of the release's tag, where no clone says it")
+    parser.add_argument(
+        "--without-wheels", action="store_true", help="go on where a variant has no base wheel"
+    )
+    parser.add_argument(
+        "--drop-contained", action="store_true", help="drop what the release contains, and go on"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only say what would conflict where; change nothing"
+    )
+    parser.add_argument("--out", type=Path, help="with --dry-run: write the table there, Markdown")
 
     add_series(room.verb("list", list_patches, ""))
     add_series(room.verb("fingerprint", print_fingerprint, "--series patches/series"))
@@ -178,6 +213,92 @@ def check_each(arguments: argparse.Namespace, project: Project) -> int:
             details="\n".join(failed).splitlines(),
         )
     print(f"series: {len(rows)} patches hold at their own places")
+    return 0
+
+
+def rebase(arguments: argparse.Namespace, project: Project) -> int:
+    """Move the series to another vLLM: a release of the package index by version, or a git ref of
+    a clone. Replays the patches in build/rebase/vllm by three-way merge and stops at a conflict,
+    or at a patch that the target contains. At the end patches/, upstream.toml (source, base
+    wheels) and build/vllm are replaced, all or nothing, and a range-diff is shown. Never pushes
+    and never commits here."""
+    if arguments.onto is None:
+        _refuse_begin_flags(arguments)
+        if arguments.step == "abort":
+            state = abort(project)
+            print(f"given up: the rebase onto vLLM {state.onto}; everything is as it was")
+            return 0
+        if arguments.step in ("skip", "drop"):
+            leave_out(project, contained=arguments.step == "drop")
+        return _go_on(project)
+    refuse_other_rebase(project)
+    if arguments.out and not arguments.dry_run:
+        raise ToolError("--out goes with --dry-run", found=arguments.out)
+    target = find_target(project, arguments.onto, arguments.clone, arguments.commit, progress)
+    _show_target(target)
+    if target.source.sha256 == project.pin.source.sha256:
+        print(f"nothing to do: the series stands on vLLM {target.version}")
+        return 0
+    if arguments.dry_run:
+        trials = attempt(project, target, arguments.clone, _tell)
+        text = render_trials(trials, target, project.pin.version)
+        print(text)
+        if arguments.out:
+            arguments.out.write_text(text, encoding="utf-8")
+        return 0
+    begin(
+        project,
+        target,
+        clone=arguments.clone,
+        without_wheels=arguments.without_wheels,
+        drop_contained=arguments.drop_contained,
+    )
+    return _go_on(project)
+
+
+def _refuse_begin_flags(arguments: argparse.Namespace) -> None:
+    begins = {
+        "--clone": arguments.clone,
+        "--commit": arguments.commit,
+        "--without-wheels": arguments.without_wheels,
+        "--drop-contained": arguments.drop_contained,
+        "--dry-run": arguments.dry_run,
+        "--out": arguments.out,
+    }
+    if given := [flag for flag, value in begins.items() if value]:
+        raise ToolError(
+            "these belong to the beginning of a rebase",
+            where=f"--{arguments.step}",
+            found=", ".join(given),
+            next_step="leave them out, or begin again: --abort, then --onto",
+        )
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _show_target(target: Target) -> None:
+    print(f"onto: vLLM {target.version} ({target.tag}, commit {target.commit})")
+    for what, file in {"source": target.source, **target.wheels}.items():
+        said = f"{file.filename}, sha256 {file.sha256}" if file else "no base wheel"
+        print(f"{what}: {said}")
+    for note in target.notes:
+        print(f"note: {note}")
+
+
+def _go_on(project: Project) -> int:
+    before = project.pin.version
+    done = go_on(project, _tell)
+    print(done.range_diff)
+    print(f"rebased: {done.patches} patches from vLLM {before} onto {done.onto}")
+    for name, why in done.left_out.items():
+        print(f"left out: {name} ({why})")
+    if done.commit == UNKNOWN:
+        print(f"note: the commit of the submodule {project.submodule.name}/ was left as it was")
+    if done.kept_tree:
+        print(f"note: the build tree before has branches or stashes, kept in {done.kept_tree}")
+    print("next: make lock && make install && make test; then commit what changed")
     return 0
 
 
