@@ -125,6 +125,10 @@ apply: source ## Apply the series: build/vllm, one commit a patch
 export: $(LOCKED) ## Write the commits of build/vllm back to patches/
 	$(TOOLS) series export
 
+.PHONY: status
+status: $(LOCKED) ## Pin, patches, what is applied, what drifted, the newest release
+	@exec $(TOOLS) series status $(ARGS)
+
 .PHONY: rebase
 rebase: $(LOCKED) ## Move the series to another vLLM: make rebase ONTO=<version> (ARGS=--dry-run)
 	@[ -n "$(ONTO)" ] || { echo "error: which release? make rebase ONTO=<version>" >&2; exit 1; }

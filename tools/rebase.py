@@ -539,12 +539,14 @@ def _finish(project: Project, state: State, tell: Tell) -> Rebased:
         _restore(project, state)
         raise
     git = Git(project.tree)
-    range_diff = git.text(
+    range_diff = git.run(
+        "-c",
+        "core.abbrev=12",
         "range-diff",
         "--no-color",
         f"{OLD_BASE}..{OLD_APPLIED}",
         f"{BASE_REF}..{APPLIED_REF}",
-    )
+    ).stdout.decode(errors="replace")
     for ref in (OLD_BASE, OLD_APPLIED):
         git.run("update-ref", "-d", ref)
     kept_tree = _settle_old_tree(project, before)

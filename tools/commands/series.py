@@ -29,6 +29,7 @@ from tools.rebase import (
 )
 from tools.series import Series, check_series, fingerprint, read_series
 from tools.source import Archive, choose_source, fetch_source
+from tools.status import newest_release, read_status
 from tools.target import Target, find_target
 from tools.tree import open_tree
 from tools.verify import find_site, verify_installed
@@ -104,6 +105,13 @@ def add(parent: argparse._SubParsersAction) -> None:
         "--dry-run", action="store_true", help="only say what would conflict where; change nothing"
     )
     parser.add_argument("--out", type=Path, help="with --dry-run: write the table there, Markdown")
+
+    parser = room.verb("status", status, "--offline")
+    add_series(parser)
+    add_tree(parser)
+    parser.add_argument(
+        "--offline", action="store_true", help="do not ask the package index for releases"
+    )
 
     add_series(room.verb("list", list_patches, ""))
     add_series(room.verb("fingerprint", print_fingerprint, "--series patches/series"))
@@ -290,7 +298,7 @@ def _show_target(target: Target) -> None:
 def _go_on(project: Project) -> int:
     before = project.pin.version
     done = go_on(project, _tell)
-    print(done.range_diff)
+    print(done.range_diff, end="")
     print(f"rebased: {done.patches} patches from vLLM {before} onto {done.onto}")
     for name, why in done.left_out.items():
         print(f"left out: {name} ({why})")
@@ -299,6 +307,30 @@ def _go_on(project: Project) -> int:
     if done.kept_tree:
         print(f"note: the build tree before has branches or stashes, kept in {done.kept_tree}")
     print("next: make lock && make install && make test; then commit what changed")
+    return 0
+
+
+def status(arguments: argparse.Namespace, project: Project) -> int:
+    """Say where the series stands, on one screen: pin, newest release, every patch with its
+    upstream status, what is applied, whether an export would change a file, what drifted. Works
+    without a network: then the newest release is unknown."""
+    newest = "unknown: not asked" if arguments.offline else newest_release(project)
+    series_file = arguments.series or project.series_file
+    found = read_status(project, series_file, arguments.tree or project.tree, newest)
+    console = Console()
+    facts = Table.grid(padding=(0, 2))
+    for what, said in found.lines:
+        facts.add_row(what, Text(said, overflow="fold"))
+    console.print(facts)
+    if found.patches:
+        table = Table("patch", "upstream", "+", "-", "build tree", box=None)
+        for patch, state in found.patches:
+            try:
+                size = (str(patch.diff.added), str(patch.diff.removed))
+            except ToolError as error:
+                size, state = ("?", "?"), error.what
+            table.add_row(*(Text(cell) for cell in (patch.name, patch.status, *size, state)))
+        console.print(table)
     return 0
 
 
