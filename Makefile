@@ -134,6 +134,10 @@ rebase: $(LOCKED) ## Move the series to another vLLM: make rebase ONTO=<version>
 	@[ -n "$(ONTO)" ] || { echo "error: which release? make rebase ONTO=<version>" >&2; exit 1; }
 	$(TOOLS) series rebase --onto "$(ONTO)" $(ARGS)
 
+.PHONY: submit
+submit: $(LOCKED) ## Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
+	$(TOOLS) series submit $(ARGS)
+
 .PHONY: list
 list: $(LOCKED) ## List the series
 	@exec $(TOOLS) series list

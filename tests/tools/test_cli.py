@@ -21,6 +21,7 @@ VERBS = [
     ("series", "check"),
     ("series", "check-patches"),
     ("series", "rebase"),
+    ("series", "submit"),
     ("series", "status"),
     ("series", "list"),
     ("series", "fingerprint"),

@@ -30,6 +30,7 @@ from tools.rebase import (
 from tools.series import Series, check_series, fingerprint, read_series
 from tools.source import Archive, choose_source, fetch_source
 from tools.status import newest_release, read_status
+from tools.submit import find_base, rules, submit
 from tools.target import Target, find_target
 from tools.tree import open_tree
 from tools.verify import find_site, verify_installed
@@ -105,6 +106,35 @@ def add(parent: argparse._SubParsersAction) -> None:
         "--dry-run", action="store_true", help="only say what would conflict where; change nothing"
     )
     parser.add_argument("--out", type=Path, help="with --dry-run: write the table there, Markdown")
+
+    parser = room.verb("submit", submit_patches, "count-rows --clone ../vllm --onto origin/main")
+    parser.add_argument(
+        "patches", nargs="*", metavar="PATCH", help="which (default: all that are Pending)"
+    )
+    parser.add_argument("--clone", type=Path, help="your clone of vLLM: it gets the branches")
+    parser.add_argument("--onto", metavar="REF", help="where they start, in the clone")
+    parser.add_argument("--topic", metavar="BRANCH", help="one branch of all the patches")
+    parser.add_argument(
+        "--after",
+        action="append",
+        default=[],
+        metavar="PATCH",
+        help="stand on this earlier patch too, although nothing of it is named (may be repeated)",
+    )
+    parser.add_argument(
+        "--trailer",
+        action="append",
+        default=[],
+        metavar="'KEY: VALUE'",
+        help="add to each message, as Assisted-by: ... (may be repeated)",
+    )
+    parser.add_argument("--replace", action="store_true", help="replace branches of these names")
+    parser.add_argument(
+        "--test", action="store_true", help="check each branch here (on the pin), for the results"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where the texts of the pull requests go (default: build/submit)"
+    )
 
     parser = room.verb("status", status, "--offline")
     add_series(parser)
@@ -307,6 +337,45 @@ def _go_on(project: Project) -> int:
     if done.kept_tree:
         print(f"note: the build tree before has branches or stashes, kept in {done.kept_tree}")
     print("next: make lock && make install && make test; then commit what changed")
+    return 0
+
+
+def submit_patches(arguments: argparse.Namespace, project: Project) -> int:
+    """Make branches for upstream, one a patch or topic, signed off by you (git config), and write
+    the text of each pull request. A patch that needs earlier ones stands on them. Stops before
+    anything is pushed: you read, own and send it. Without --clone the branches stand on the pinned
+    release, in build/vllm."""
+    out = arguments.out or project.root / "build" / "submit"
+    branches = submit(
+        project,
+        arguments.patches,
+        onto=arguments.onto,
+        clone=arguments.clone,
+        topic=arguments.topic,
+        out=out,
+        after=arguments.after,
+        trailers=arguments.trailer,
+        replace=arguments.replace,
+        site=find_site(Path(sys.executable)) if arguments.test else None,
+        tell=_tell,
+    )
+    base = find_base(project, arguments.onto, arguments.clone)
+    for branch in branches:
+        state = "" if branch.fresh else " (as it was)"
+        print(f"branch {branch.name}{state}: {', '.join(branch.patches)}")
+        if branch.below:
+            print(f"  stacked on {', '.join(branch.below)}: these go first, or with it")
+        print(f"  pull request: {branch.text}")
+    print(f"\nIn {base.git.path}. Nothing was pushed; that is yours to do, when you")
+    print("  - have read every changed line and can defend it,")
+    print("  - have looked for issues and pull requests that do the same,")
+    print("  - have run the test plan, and filled in the dots of the text,")
+    print("  - say where AI helped (--trailer 'Assisted-by: ...', and in the text).")
+    if found := rules(base):
+        print(f"vLLM's own rules, as of {base.label}: {', '.join(found)}")
+    if not base.is_clone:
+        print("These branches have the release's files but not its history: to send one, make it")
+        print("in a clone: --clone <path> --onto <ref>")
     return 0
 
 
