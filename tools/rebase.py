@@ -244,17 +244,11 @@ def _clashes(git: Git) -> tuple[Clash, ...]:
     return tuple(found)
 
 
-def _holds(git: Git, commit: str) -> bool:
-    """Whether HEAD has the commit's change already: taking it back would fit."""
-    diff = git.run("diff-tree", "-p", "--binary", "--full-index", f"{commit}^", commit).stdout
-    done = git.run("apply", "--check", "--cached", "--reverse", "-", stdin=diff, accept=(0, 1, 128))
-    return done.returncode == 0
-
-
 def _pick(git: Git, commit: str, *options: str) -> str | None:
-    """Merge one old commit into HEAD; None, or why it stopped."""
-    if _holds(git, commit):
-        return CONTAINED
+    """Merge one old commit into HEAD; None, or why it stopped.
+
+    Where nothing is left to commit, HEAD has the change already.
+    """
     done = git.run(
         "-c",
         "merge.conflictStyle=diff3",  # shows the old release's lines too

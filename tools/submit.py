@@ -402,6 +402,8 @@ def submit(
         )
     for trailer in trailers:
         check_trailer(trailer)
+    if out.exists() and not out.is_dir():
+        raise ToolError("the texts need a directory", where="--out", found=f"the file {out}")
     apply_series(project, series, project.tree)
     base = find_base(project, onto, clone)
     person = find_person(clone if clone else project.root)

@@ -314,6 +314,23 @@ def test_a_branch_that_exists_is_replaced_only_when_told(toy: Toy, clone: Path) 
     assert subjects(clone, stem(THIRD)) == ["[Misc] Drop the old module"]
 
 
+def test_a_text_that_cannot_be_written_leaves_no_branch(
+    toy: Toy, clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.write_text
+
+    def full(self: Path, *arguments: Any, **options: Any) -> int:
+        if self.name == f".{stem(THIRD)}.md.partial":
+            raise OSError("no space left on device")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        submit(toy, clone)
+    assert branches(clone) == ["main"]
+    assert not list((toy.root / "build/submit").iterdir())
+
+
 @pytest.mark.parametrize("where", ["_publish", "render_request"])
 def test_trouble_leaves_no_branch_and_no_text(
     toy: Toy, clone: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -374,8 +391,9 @@ def test_nobody_cannot_sign_off(
         ((FIRST, "--after", "no-such"), "the series has no such patch"),
         ((FIRST, "--topic", "Bad Name"), "no name for a branch"),
         ((FIRST, "--trailer", "nonsense"), "not a trailer"),
+        ((FIRST, "--out", __file__), "the texts need a directory"),
     ],
-    ids=["patch", "after", "topic", "trailer"],
+    ids=["patch", "after", "topic", "trailer", "out"],
 )
 def test_words_that_cannot_be_are_refused(
     toy: Toy, clone: Path, words: tuple[str, ...], said: str
