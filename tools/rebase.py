@@ -38,13 +38,14 @@ REPLAYING, INSTALLING = "replaying", "installing"
 CONFLICT, CONTAINED, EMPTY = "conflict", "contained", "empty"
 COMMAND = "python -m tools series rebase"
 
-# The two letters of git's status for a path that it could not merge.
+# The two letters of git's status for a path that it could not merge. "There" is the release with
+# the patches before.
 _KINDS = {
-    "DD": "both deleted it",
-    "AU": "the release added it",
-    "UD": "the patch deletes what the release changed",
-    "UA": "the patch adds it",
-    "DU": "the release deleted what the patch changes",
+    "DD": "neither there nor in the patch",
+    "AU": "added there",
+    "UD": "changed there, and the patch deletes it",
+    "UA": "added by the patch",
+    "DU": "not there, and the patch changes it",
     "AA": "both added it",
     "UU": "both changed it",
 }
@@ -340,7 +341,7 @@ def _stopped(state: State, git: Git, clashes: Sequence[Clash] = ()) -> ToolError
     return ToolError(
         f"a patch conflicts with vLLM {state.onto}",
         where=where,
-        found=f"{len(clashes)} files that both changed, in {git.path}",
+        found=f"files that cannot be merged: {len(clashes)}, in {git.path}",
         next_step=f"edit them there (git add what is new), then: {COMMAND} --continue",
         details=[*map(str, clashes), f"to leave the patch out: {COMMAND} --skip", undo],
     )

@@ -280,7 +280,7 @@ def test_a_file_that_the_release_deleted_is_a_conflict_of_its_kind(toy: Toy, ind
     index.publish(NEXT, {n: t for n, t in TREE.items() if n != "vllm/data.json"})
     error = stop(toy, "--onto", NEXT)
     assert f"{THIRD}, 3 of 3" in error
-    assert "vllm/data.json: the release deleted what the patch changes" in error
+    assert "vllm/data.json: not there, and the patch changes it" in error
     (work(toy) / "vllm/data.json").unlink()
     rebase(toy, "--continue")
     assert not (toy.tree / "vllm/data.json").exists()
@@ -416,7 +416,7 @@ def test_a_dry_run_tells_every_conflict_and_changes_nothing(
     assert "3 patches: 0 apply, 3 conflict, 0 are contained" in out
     assert f"| `{FIRST}` | conflict | `vllm/envs.py`: both changed it, 1 place |" in out
     assert "`vllm/rows/__init__.py`: both added it, 1 place" in out
-    assert "`vllm/data.json`: the release deleted what the patch changes" in out
+    assert "`vllm/data.json`: not there, and the patch changes it" in out
     assert (tmp_path / "table.md").read_text() in out
     assert everything(toy) == before
 
