@@ -45,7 +45,7 @@ def blocks(name: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     heading = ""
     text = (ROOT / name).read_text(encoding="utf-8")
-    for match in re.finditer(r"^#+ (.+)$|^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for match in re.finditer(r"^#+ ([^\n]+)$|^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if match[1]:
             heading = match[1]
         else:
