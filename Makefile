@@ -215,8 +215,8 @@ $(INSTALLED): $(BUILT) | $(LOCKED)
 	@(cd build/wheels && ls vllm-*.whl) >$@
 
 $(PRISTINE): | $(LOCKED)
-	@echo "Building the CPU wheel of vLLM without the series, into build/pristine"
 	@rm -rf build/pristine/vllm
+	@echo "Building the CPU wheel of vLLM without the series, into build/pristine"
 	$(TOOLS) source fetch
 	$(TOOLS) series apply --pristine --tree build/pristine/vllm
 	@rm -rf build/pristine/wheels build/pristine/site build/pristine/.installed-*
