@@ -77,7 +77,7 @@ class State:
     drop_contained: bool = False
     left_out: dict[str, str] = field(default_factory=dict)  # patch: why
     stop: str | None = None  # why it waits for a person
-    head: str = ""  # the commit before the patch that it stopped at
+    head: str = ""  # the commit that the first of the queue goes onto
     files: list[str] = field(default_factory=list)  # that conflict
     phase: str = REPLAYING
     gitlink: str | None = None  # the submodule's commit before, where it is to be changed
@@ -179,6 +179,7 @@ def begin(
         queue=[patch.name for patch in series],
         total=len(series),
         drop_contained=drop_contained,
+        head=Git(stage / "vllm").text("rev-parse", BASE_REF),
     )
     (stage / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
     shutil.rmtree(place(project), ignore_errors=True)
@@ -299,24 +300,25 @@ def go_on(project: Project, tell: Tell) -> Rebased:
 
 def _replay(project: Project, state: State, git: Git, tell: Tell) -> None:
     commits = _old_commits(project, git)
+    if state.queue:
+        _give_up_pick(git, state.head)  # what an interruption left half done, if anything
     while state.queue:
         name = state.queue[0]
         number = f"[{state.total - len(state.queue) + 1:2}/{state.total}] {name}"
-        head = git.commit_id("HEAD")
-        assert head is not None
         stop = _pick(git, commits[name])
         if stop == CONTAINED and state.drop_contained:
             state.left_out[name] = f"vLLM {state.onto} contains it"
             tell(f"{number}: dropped, the release contains it")
         elif stop:
             clashes = _clashes(git)
-            state.stop, state.head = stop, head
+            state.stop = stop
             state.files = [clash.path for clash in clashes]
             _save(project, state)
             raise _stopped(state, git, clashes)
         else:
             tell(f"{number}: applied")
         state.queue.pop(0)
+        state.head = git.text("rev-parse", "HEAD")
         _save(project, state)
 
 
@@ -396,7 +398,7 @@ def _resolve(project: Project, state: State, git: Git) -> None:
         _save(project, state)
         raise _stopped(state, git)
     state.queue.pop(0)
-    state.stop, state.files = None, []
+    state.stop, state.files, state.head = None, [], git.text("rev-parse", "HEAD")
     _save(project, state)
 
 
@@ -522,7 +524,16 @@ def _finish(project: Project, state: State, tell: Tell) -> Rebased:
             )
         tell("writing the patches, and proving that they give back the commits")
         write_series(new.series_file, Series(tuple(kept)), list(state.left_out))
-        export_series(new, new.series_file, stage / "vllm")
+        try:
+            export_series(new, new.series_file, stage / "vllm")
+        except ToolError as error:
+            raise ToolError(
+                "the result cannot be a series yet; nothing was replaced",
+                where=stage / "vllm",
+                next_step=f"mend its commits (git rebase --interactive {BASE_REF}), then: "
+                f"{COMMAND} --continue",
+                details=str(error).splitlines(),
+            ) from error
         apply_series(new, read_series(new.series_file), stage / "vllm")
         _refuse_busy_tree(project)
         state.phase, state.gitlink = INSTALLING, _read_gitlink(project)

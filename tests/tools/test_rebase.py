@@ -346,9 +346,19 @@ def test_a_resolution_that_breaks_the_rules_stops_before_anything_is_replaced(
     index.publish(NEXT, CLASHING)
     stop(toy, "--onto", NEXT)
     (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5 \n"))
-    assert "added lines end in blanks" in stop(toy, "--continue")
+    error = stop(toy, "--continue")
+    assert "added lines end in blanks" in error
     assert toy.snapshot() == before
     assert pin(toy)["release"]["version"] == VERSION
+    # What it says next to do, done.
+    assert "git rebase --interactive refs/re/base" in error
+    envs = work(toy) / "vllm/envs.py"
+    envs.write_text(envs.read_text().replace("SETTING_9 = 5 \n", "SETTING_9 = 5\n"))
+    git(work(toy), "commit", "--all", "--fixup=:/Count rows")
+    git(work(toy), "rebase", "--interactive", "--autosquash", "refs/re/base")
+    rebase(toy, "--continue")
+    assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
+    assert (toy.patches / "series").read_text().split() == NAMES
 
 
 # --- what the release contains ------------------------------------------------------------------
@@ -689,6 +699,27 @@ def fail_at(name: str, call: int = 1) -> Break:
         monkeypatch.setattr(owner, attribute, broken)
 
     return install
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_an_interrupted_replay_goes_on_with_the_patch_that_it_was_at(
+    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    index.publish(NEXT, MOVED)
+    real, count = tools.rebase._save, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tools.rebase, "_save", interrupted)
+        assert toy.run("series", "rebase", "--onto", NEXT).status == 130
+    assert "left out" not in rebase(toy, "--continue")
+    assert (toy.patches / "series").read_text().split() == NAMES
 
 
 INSTALLING = {
