@@ -153,6 +153,19 @@ apply: source ## Apply the series: build/vllm, one commit a patch
 export: $(LOCKED) ## Write the commits of build/vllm back to patches/
 	$(TOOLS) series export
 
+.PHONY: status
+status: $(LOCKED) ## Pin, patches, what is applied, what drifted, the newest release
+	@exec $(TOOLS) series status $(ARGS)
+
+.PHONY: rebase
+rebase: $(LOCKED) ## Move the series to another vLLM: make rebase ONTO=<version> (ARGS=--dry-run)
+	@[ -n "$(ONTO)" ] || { echo "error: which release? make rebase ONTO=<version>" >&2; exit 1; }
+	$(TOOLS) series rebase --onto "$(ONTO)" $(ARGS)
+
+.PHONY: submit
+submit: $(LOCKED) ## Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
+	$(TOOLS) series submit $(ARGS)
+
 .PHONY: list
 list: $(LOCKED) ## List the series
 	@exec $(TOOLS) series list
@@ -275,6 +288,7 @@ $(INSTALLED): $(BUILT) | $(LOCKED)
 	@(cd build/wheels && ls vllm-*.whl) >$@
 
 $(PRISTINE): | $(LOCKED)
+	@rm -rf build/pristine/vllm
 	@echo "Building the CPU wheel of vLLM without the series, into build/pristine"
 	$(TOOLS) source fetch $(FROM)
 	$(TOOLS) series apply --pristine --tree build/pristine/vllm $(FROM)

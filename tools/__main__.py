@@ -22,6 +22,9 @@ examples:
   python -m tools series export --check          fail if that would change a file
   python -m tools series check                   check every patch against the rules
   python -m tools series check-patches           check every patch at its own place
+  python -m tools series rebase --onto 1.2.3     move the series to another vLLM
+  python -m tools series submit                  branches and pull request texts; never pushes
+  python -m tools series status                  pin, patches, what is applied, what drifted
   python -m tools series list                    show the series
   python -m tools series fingerprint             one digest for pin and series
   python -m tools wheel build --variant cpu      lay the series over the base wheel

@@ -12,6 +12,9 @@ from typing import Any
 
 from tools.errors import ToolError
 
+# The commit of a release of which only the archive is known, which does not state it.
+UNKNOWN = "unknown"
+
 
 @dataclass(frozen=True)
 class PinnedFile:
@@ -88,12 +91,13 @@ def load_pin(path: Path) -> Pin:
             local_suffix=value(f"wheel.{variant}.local_suffix", r"\w*"),
             trusted_by=value(f"wheel.{variant}.trusted_by"),
         )
-        for variant in data.get("wheel", {})
+        for variant, table in data.get("wheel", {}).items()
+        if "filename" in table  # none where the release has no such wheel
     }
     return Pin(
         version=version,
         git_tag=value("release.tag"),
-        commit=value("release.commit", r"[0-9a-f]{40}"),
+        commit=value("release.commit", rf"[0-9a-f]{{40}}|{UNKNOWN}"),
         tree=value("release.tree", r"[0-9a-f]{40}"),
         source=pinned("source"),
         archive_only=tuple(value("source.archive_only")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,14 +99,36 @@ def base_message(pin: Pin) -> str:
     )
 
 
+def unpack_source(archive: Path, archive_only: Sequence[str], into: Path) -> tuple[Git, str]:
+    """A fresh repository in the empty directory ``into`` with the archive's files staged.
+
+    Returns it and the id of their tree; ``archive_only`` is left out.
+    """
+    with tempfile.TemporaryDirectory(prefix=".unpack-", dir=into.parent) as scratch:
+        top = unpack(archive, Path(scratch))
+        for name in archive_only:
+            path = top / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for child in top.iterdir():
+            child.rename(into / child.name)
+    git = Git(into)
+    git.init(BRANCH)
+    # --force: the release tracks files that its own .gitignore names.
+    git.run("add", "--force", "--all", ".")
+    return git, git.text("write-tree")
+
+
 def make_base(project: Project, source: Submodule | Archive, into: Path) -> Git:
     """A fresh repository in the empty directory ``into`` whose one commit is the release.
 
     The branch stands on that commit and ``refs/re/base`` remembers it.
     """
     pin = project.pin
-    git = Git(into)
     if isinstance(source, Submodule):
+        git = Git(into)
         git.init(BRANCH)
         git.run(
             "fetch", "--quiet", "--depth=1", "--no-tags", source.path.resolve().as_uri(), "HEAD"
@@ -113,20 +136,7 @@ def make_base(project: Project, source: Submodule | Archive, into: Path) -> Git:
         tree = git.tree_id("FETCH_HEAD")
     else:
         archive = fetch(source.file, source.downloads)
-        with tempfile.TemporaryDirectory(prefix=".unpack-", dir=into.parent) as scratch:
-            top = unpack(archive, Path(scratch))
-            for name in pin.archive_only:
-                path = top / name
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-            for child in top.iterdir():
-                child.rename(into / child.name)
-        git.init(BRANCH)
-        # --force: the release tracks files that its own .gitignore names.
-        git.run("add", "--force", "--all", ".")
-        tree = git.text("write-tree")
+        git, tree = unpack_source(archive, pin.archive_only, into)
     if tree != pin.tree:
         raise ToolError(
             "the source does not give the pinned tree",
@@ -135,8 +145,14 @@ def make_base(project: Project, source: Submodule | Archive, into: Path) -> Git:
             found=f"tree {tree}",
             next_step="check [release] in upstream.toml",
         )
+    commit_base(git, pin)
+    return git
+
+
+def commit_base(git: Git, pin: Pin) -> None:
+    """Commit the pinned tree, which the repository has, as the base, and stand on it."""
     commit = git.run(
-        "commit-tree", tree, "-F", "-", stdin=base_message(pin).encode(), env=identity(_DATE)
+        "commit-tree", pin.tree, "-F", "-", stdin=base_message(pin).encode(), env=identity(_DATE)
     )
     base = commit.stdout.decode().strip()
     git.run("update-ref", BASE_REF, base)
@@ -144,7 +160,6 @@ def make_base(project: Project, source: Submodule | Archive, into: Path) -> Git:
     # So that commits made here by hand carry the identity that the series' rules ask for.
     git.run("config", "user.name", PROJECT_NAME)
     git.run("config", "user.email", PROJECT_EMAIL)
-    return git
 
 
 def identity(date: str | None = None) -> dict[str, str]:

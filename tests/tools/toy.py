@@ -94,11 +94,16 @@ def write_files(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def make_archive(path: Path, files: dict[str, str], extra: tarfile.TarInfo | None = None) -> None:
+def make_archive(
+    path: Path,
+    files: dict[str, str],
+    extra: tarfile.TarInfo | None = None,
+    version: str = VERSION,
+) -> None:
     """A source archive with one top directory, and perhaps a member that should not be there."""
     with tarfile.open(path, "w:gz") as tar:
         for name, text in files.items():
-            member = tarfile.TarInfo(f"vllm-{VERSION}/{name}")
+            member = tarfile.TarInfo(f"vllm-{version}/{name}")
             member.size = len(text.encode())
             tar.addfile(member, io.BytesIO(text.encode()))
         if extra:

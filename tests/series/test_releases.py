@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real series on other real releases; wants the package index, 100 MB of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+
+from tests.real import PROJECT, need_source, real_series
+from tools.commands.common import progress
+from tools.errors import ToolError
+from tools.index import Index
+from tools.pin import Project
+from tools.rebase import CONFLICT, Trial, attempt
+from tools.target import find_target
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """Pin and series of this repository, apart from it; downloads are shared."""
+    real_series()
+    need_source()
+    try:
+        Index().files(PROJECT.pin.source.distribution)
+    except ToolError as error:
+        pytest.skip(str(error))
+    root = tmp_path_factory.mktemp("releases")
+    shutil.copy(PROJECT.root / "upstream.toml", root)
+    shutil.copytree(PROJECT.series_file.parent, root / "patches")
+    downloads = PROJECT.root / "build" / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    (root / "build").mkdir()
+    (root / "build" / "downloads").symlink_to(downloads)
+    return Project(root)
+
+
+def trials(project: Project, version: str) -> list[Trial]:
+    target = find_target(project, version, None, None, progress)
+    return attempt(project, target, None, lambda line: None)
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.20.1"])
+def test_every_patch_applies_to_the_releases_before(project: Project, version: str) -> None:
+    assert [trial.name for trial in trials(project, version) if trial.verdict != "clean"] == []
+
+
+def test_conflicts_with_a_release_that_captures_itself_are_named(project: Project) -> None:
+    found = {trial.name: trial for trial in trials(project, "0.21.0")}
+    assert found["routed-experts-docs.patch"].verdict == "clean"
+    capture = found["routed-experts-capture.patch"]
+    assert capture.verdict == CONFLICT
+    named = {clash.path for clash in capture.clashes}
+    assert any(re.search(r"routed_experts_capturer\.py$", path) for path in named)
+    assert named <= {file.path for patch in real_series() for file in patch.diff}
+    assert all(clash.places for clash in capture.clashes)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of README and CONTRIBUTING, executed as they stand in a scratch clone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.errors import ToolError
+from tools.index import Index
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# What a person would type into the editor, by what it is opened on.
+EDITOR = """\
+#!/bin/bash
+set -eu
+case "$1" in
+    */COMMIT_EDITMSG) cat "$MESSAGE" >"$1" ;;
+    */git-rebase-todo) sed -i "$TODO" "$1" ;;
+    *) sed -i '2a # Edited by a test.' "$1" ;;
+esac
+"""
+MESSAGE = """\
+[Misc] Say something by a test
+
+It is edited here, so that a command of the documents has something to do.
+
+Tested: by the test that does it.
+
+Upstream-Status: Inappropriate [a test]
+Drop-when: the test ends
+Signed-off-by: vLLM routed experts <patches@vllm-routed-experts.invalid>
+"""
+
+
+def blocks(name: str) -> dict[str, list[str]]:
+    """The shell blocks of a document, by the heading above them."""
+    found: dict[str, list[str]] = {}
+    heading = ""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for match in re.finditer(r"^#+ ([^\n]+)$|^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if match[1]:
+            heading = match[1]
+        else:
+            found.setdefault(heading, []).append(match[2])
+    return found
+
+
+CONTRIBUTING = blocks("CONTRIBUTING.md")
+README = blocks("README.md")
+
+
+class Scratch:
+    """A clone of this repository, with what is not committed here, and a person at its shell."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.desk = root.parent / "desk"
+        self.desk.mkdir()
+        editor = self.desk / "editor"
+        editor.write_text(EDITOR)
+        editor.chmod(0o755)
+        (self.desk / "message").write_text(MESSAGE)
+        (self.desk / "gitconfig").write_text(
+            "[user]\n\tname = Ada Person\n\temail = ada@people.org\n"
+        )
+
+    def type(self, commands: str, todo: str = "") -> str:
+        """Run a block of a document; what it printed."""
+        mine = {
+            "EDITOR": str(self.desk / "editor"),
+            "MESSAGE": str(self.desk / "message"),
+            "TODO": todo,
+            "GIT_CONFIG_GLOBAL": str(self.desk / "gitconfig"),
+            "MAKEFLAGS": "",
+            "MAKELEVEL": "0",
+        }
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", commands],
+            cwd=self.root,
+            env={k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | mine,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, f"{commands}\n{done.stdout}"
+        return done.stdout
+
+    def changed(self) -> list[str]:
+        return self.type("git status --porcelain").splitlines()
+
+    def series(self) -> list[str]:
+        return (self.root / "patches/series").read_text().split()
+
+    def tree(self) -> str:
+        """The git tree of the patched vLLM."""
+        return self.type("git -C build/vllm rev-parse 'HEAD^{tree}'")
+
+    def pin(self) -> dict[str, dict[str, str]]:
+        return tomllib.loads((self.root / "upstream.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
+    """A clone in which what CONTRIBUTING says first was done."""
+    if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True, check=False).returncode:
+        pytest.skip("not a git repository: there is nothing to clone")
+    root = tmp_path_factory.mktemp("documents") / "project"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(root)], check=True)
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+        elif not (ROOT / name).exists():
+            (root / name).unlink(missing_ok=True)
+    if (ROOT / "build/downloads").is_dir():
+        (root / "build").mkdir()
+        (root / "build/downloads").symlink_to(ROOT / "build/downloads")
+    scratch = Scratch(root)
+    scratch.type("git add --all && git commit --quiet --allow-empty --message=scratch")
+    (commands,) = CONTRIBUTING["Set up"]
+    scratch.type(commands)
+    return scratch
+
+
+@pytest.fixture
+def scratch(clone: Scratch) -> Iterator[Scratch]:
+    """The clone as it was when it was made."""
+    yield clone
+    clone.type("git reset --quiet --hard && git clean --quiet --force -d patches")
+    clone.type(".venv/bin/python -m tools series apply --discard")
+
+
+def test_editing_a_patch_changes_that_patch_alone(scratch: Scratch) -> None:
+    (commands,) = CONTRIBUTING["Editing a patch"]
+    scratch.type(commands)
+    (line,) = scratch.changed()
+    assert line.startswith(" M patches/")
+    assert "\n+# Edited by a test.\n" in (scratch.root / line[3:]).read_text()
+
+
+def test_adding_a_patch_adds_one_file_and_one_line(scratch: Scratch) -> None:
+    before = scratch.series()
+    (commands,) = CONTRIBUTING["Adding a patch"]
+    scratch.type(commands)
+    assert scratch.series() == [*before, "say-something-by-a-test.patch"]
+    assert scratch.changed() == [" M patches/series", "?? patches/say-something-by-a-test.patch"]
+
+
+def test_splitting_a_patch_makes_two_that_come_to_the_same(scratch: Scratch) -> None:
+    before, tree = scratch.series(), scratch.tree()
+    (commands,) = CONTRIBUTING["Splitting a patch"]
+    scratch.type(commands, todo=r"s/^pick \(.*Count routed experts\)$/edit \1/")
+    after = scratch.series()
+    fresh = "say-something-by-a-test.patch"
+    assert [name for name in after if name != fresh] == before
+    assert after[after.index(fresh) + 1] == "routed-experts-metrics.patch"
+    assert scratch.tree() == tree
+
+
+def test_reordering_changes_the_list_and_not_what_it_comes_to(scratch: Scratch) -> None:
+    before, tree = scratch.series(), scratch.tree()
+    (commands,) = CONTRIBUTING["Reordering"]
+    scratch.type(commands, todo="1{h;d};2G")
+    assert scratch.series() == [before[1], before[0], *before[2:]]
+    assert scratch.tree() == tree
+
+
+def test_dropping_a_patch_removes_it(scratch: Scratch) -> None:
+    before = scratch.series()
+    (commands,) = CONTRIBUTING["Dropping a patch"]
+    scratch.type(commands, todo="/Describe routed experts/d")
+    gone = "routed-experts-docs.patch"
+    assert scratch.series() == [name for name in before if name != gone]
+    assert scratch.changed() == [f" D patches/{gone}", " M patches/series"]
+
+
+def test_moving_to_another_release_and_back_is_where_it_began(scratch: Scratch) -> None:
+    release = scratch.pin()["release"]
+    wheel = scratch.pin()["wheel"]["cpu"]
+    try:
+        Index().files("vllm")
+    except ToolError as error:
+        pytest.skip(str(error))
+    (commands,) = CONTRIBUTING["Moving to another vLLM release"]
+    out = scratch.type(commands)
+    (target,) = set(re.findall(r"ONTO=(\S+)", commands))
+    assert f"vLLM {release['version']}" in out
+    assert scratch.pin()["release"]["version"] == target
+    assert target in scratch.pin()["wheel"]["cpu"]["filename"] != wheel["filename"]
+    scratch.type(".venv/bin/python -m tools series check")
+    scratch.type("make wheel && .venv/bin/python -m tools wheel verify")
+    back = f"make rebase ONTO={release['version']} ARGS='--commit {release['commit']}'"
+    assert "rebased: " in scratch.type(back)
+    assert scratch.changed() == []
+
+
+def test_sending_a_patch_makes_a_branch_and_pushes_nothing(scratch: Scratch) -> None:
+    scratch.type(
+        "git init --quiet --bare ../origin.git && git clone --quiet ../origin.git ../vllm && "
+        "git -C build/vllm push --quiet ../../../origin.git refs/re/base:refs/heads/main && "
+        "git -C ../vllm fetch --quiet"
+    )
+    (commands,) = CONTRIBUTING["Sending a patch to vLLM"]
+    out = scratch.type(commands)
+    assert "Nothing was pushed" in out
+    made = scratch.type("git -C ../vllm log -1 --format='%an %s' cpu-speculative-decoding")
+    assert made.startswith("Ada Person [")
+    assert scratch.type("git -C ../origin.git for-each-ref").count("\n") == 1
+    assert list((scratch.root / "build/submit").glob("*.md"))
+
+
+def test_the_commands_of_the_readme_work(scratch: Scratch) -> None:
+    lines = [line for found in README.values() for block in found for line in block.splitlines()]
+    commands = [line.split("#")[0].strip() for line in lines]
+    assert "make demo" in commands
+    for command in filter(None, commands):
+        # The whole suite, which this test is part of: that it can be run is what can be seen here.
+        scratch.type("make --dry-run test" if command == "make test" else command)
+
+
+def test_every_block_of_the_documents_is_executed_here() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    for heading in CONTRIBUTING:
+        assert f'CONTRIBUTING["{heading}"]' in source, heading

