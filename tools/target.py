@@ -202,8 +202,9 @@ def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) ->
         version = ".".join(map(str, after)) + f".dev{distance}"
     name = f"vllm-{version}-{commit[:12]}.tar.gz"
     data = _pack(git, commit, f"vllm-{version}")
-    project.downloads.mkdir(parents=True, exist_ok=True)
-    (project.downloads / name).write_bytes(data)
+    downloads = project.downloads.directory
+    downloads.mkdir(parents=True, exist_ok=True)
+    (downloads / name).write_bytes(data)
     source = PinnedFile(
         project.pin.source.distribution, version, name, len(data), hashlib.sha256(data).hexdigest()
     )
