@@ -7,8 +7,8 @@ vLLM's own scheduler, message encoding, socket and output processor, with made-u
 rows of DeepSeek-V3's shape: 61 layers, top-8, a byte an id. Two engines take turns, step by step:
 in one every request is silent, in the other all ask, so that the difference is what rows cost. Two
 loads: 1,024 running requests that decode, and 64 requests of 4,000 tokens that finish in one step.
-Milliseconds are of the thread's processor time, so that a busy machine disturbs little; `silent` is what
-a step costs anyway.
+Milliseconds are of the thread's processor time, so that a busy machine disturbs little; `silent` is
+what a step costs anyway.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -205,7 +206,7 @@ class Engine:
         return dict(
             zip(
                 PARTS[2:],
-                (after - before for before, after in zip(marks, marks[1:], strict=False)),
+                (after - before for before, after in pairwise(marks)),
                 strict=True,
             )
         )
@@ -220,7 +221,8 @@ def measure(load: Load, seed: int) -> dict[str, Engine]:
     while going:
         # In turn, the first one changing: a slow moment meets both.
         order = list(engines.values())[:: 1 if len(engines["silent"].steps) % 2 else -1]
-        going = all([engine.step() for engine in order])
+        stepped = [engine.step() for engine in order]
+        going = all(stepped)
     gc.enable()
     for engine in engines.values():
         assert engine.finished == load.requests
@@ -247,7 +249,7 @@ def table(records: list[dict[str, Any]]) -> str:
     lines = []
     for record in records:
         lines += [f"## {record['load']}\n"]
-        lines += ["| Part | Silent | Asking | Rows cost | 99th percentile | The step that finishes |"]
+        lines += ["| Part | Silent | Asking | Rows cost | 99th percentile | The last step |"]
         lines += ["| --- | --- | --- | --- | --- | --- |"]
         sums = {
             "scheduler": PARTS[:2],
