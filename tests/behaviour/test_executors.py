@@ -94,6 +94,7 @@ def test_scheduler_keeps_nothing_of_the_memory_that_rows_came_in() -> None:
     """It is a ring: a later step is written over an earlier one."""
     from vllm import SamplingParams
     from vllm.v1.core.routed_experts_manager import RoutedExpertsManager
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
     from vllm.v1.routed_experts import ASK, START
 
@@ -103,7 +104,9 @@ def test_scheduler_keeps_nothing_of_the_memory_that_rows_came_in() -> None:
     expected = step.rows.copy()
     manager = RoutedExpertsManager()
     manager.update(step, {"a": request})
-    step.rows[:] = 0
     request.append_output_token_ids(7)
     assert manager.take(request).num_rows == 5
-    np.testing.assert_array_equal(manager.pack(request.client_index).rows, expected)
+    outputs = EngineCoreOutputs()
+    manager.pack({request.client_index: outputs})
+    step.rows[:] = 0
+    np.testing.assert_array_equal(outputs.routed_experts.rows, expected)

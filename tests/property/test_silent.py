@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step whose requests are all silent: nothing is copied, kept or sent for routed experts."""
+
+from __future__ import annotations
+
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.serial_utils import MsgpackEncoder
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from tests.property.test_scheduling import BLOCK, Engine, Setup
+
+PROMPT = list(range(3 * BLOCK))
+OURS = [tracemalloc.Filter(True, f"*{name}*") for name in ("routed_experts", "numpy")]
+
+
+@pytest.fixture(params=[True, False], ids=["synchronous", "asynchronous"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    init_none_hash(sha256)
+    setup = Setup(num_blocks=200) if request.param else Setup(True, depth=2, num_blocks=200)
+    return Engine(setup)
+
+
+def step(engine: Engine) -> list[bytes]:
+    """Run one step; its message to the client, less the time it was made at."""
+    scheduled = engine.scheduler.schedule()
+    result = engine.worker.execute(scheduled)
+    assert result.routed_experts is None
+    outputs = engine.scheduler.update_from_output(scheduled, result).get(0, EngineCoreOutputs())
+    outputs.timestamp = 1.0
+    return [bytes(frame) for frame in MsgpackEncoder().encode(outputs)]
+
+
+def test_message_is_that_of_an_engine_without_the_flag(engine: Engine) -> None:
+    without = Engine(engine.setup)
+    without.scheduler.routed_experts_manager = None
+    for one in (engine, without):
+        for length in (5, 9, 12):
+            one.add(PROMPT[:length], 12, asks=False)
+    for _ in range(10):
+        assert step(engine) == step(without)
+
+
+def test_nothing_is_kept_or_allocated(engine: Engine) -> None:
+    for _ in range(3):
+        engine.add(PROMPT, 30, asks=False)
+    for _ in range(6):
+        step(engine)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.take_snapshot().filter_traces(OURS)
+        tracemalloc.reset_peak()
+        for _ in range(10):
+            step(engine)
+        after = tracemalloc.take_snapshot().filter_traces(OURS)
+    finally:
+        tracemalloc.stop()
+    grown = [s for s in after.compare_to(before, "lineno") if s.size_diff > 128]
+    assert grown == []
+    assert len(engine.manager) == 0
+    assert engine.manager.store is not None
+    assert len(engine.manager.store) == 0
+    assert engine.manager.take_stats() is None
+
+
+class Untouched:
+    """Fails whoever uses it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"a silent step uses {name}")
+
+
+@pytest.mark.parametrize(
+    "asking", [set(), {"elsewhere"}], ids=["nobody asks", "those who ask are not scheduled"]
+)
+def test_worker_makes_no_snapshot(asking: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "vllm.v1.worker.gpu_model_runner.get_tp_group", lambda: SimpleNamespace(is_first_rank=True)
+    )
+    runner = SimpleNamespace(
+        routed_experts_req_ids=asking,
+        routed_experts_capturer=Untouched(),
+        parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
+        use_async_spec_decode=False,
+        input_batch=SimpleNamespace(
+            req_ids=["a", "b"], num_computed_tokens_cpu_tensor=np.zeros(2, np.int32)
+        ),
+    )
+    assert GPUModelRunner._snapshot_routed_experts(runner, [1, 1]) is None
