@@ -78,7 +78,7 @@ test: $(INSTALLED) ## Run the whole test suite, less what is marked slow
 	@exec $(PY) -m pytest
 
 .PHONY: test-long
-test-long: $(INSTALLED) ## Run the tests marked slow
+test-long: $(INSTALLED) $(PRISTINE) ## Run the tests marked slow
 	@exec $(PY) -m pytest -m slow
 
 .PHONY: soak

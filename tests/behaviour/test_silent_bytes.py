@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve`: to those who do not ask, every byte of an answer is the pristine server's.
+
+Slow: two servers, and vLLM without the series, which `make demo-pristine` builds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.demo.server import Server
+from tests.behaviour.conftest import random_prompt
+
+PRISTINE = Path(__file__).resolve().parents[2] / "build" / "pristine" / "site"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PRISTINE.is_dir(), reason="no pristine build: make demo-pristine"),
+]
+
+MESSAGES = [{"role": "user", "content": "abc"}]
+COMMON = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+# Ids are random, times pass.
+CHANGING = re.compile(rb'"(id|request_id|created|system_fingerprint)":("[^"]*"|\d+|null)')
+COMPLETION = {"prompt": random_prompt(1, 40), "logprobs": 2, **COMMON}
+CHAT = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **COMMON}
+GENERATE = {"token_ids": random_prompt(2, 40), "sampling_params": {**COMMON, "logprobs": 1}}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", COMPLETION),
+    "completions, n": ("/v1/completions", {**COMPLETION, "n": 3, "seed": 1, "temperature": 1.0}),
+    "completion, echo": ("/v1/completions", {**COMPLETION, "echo": True}),
+    "completion, streamed": (
+        "/v1/completions",
+        {**COMPLETION, "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat, streamed": (
+        "/v1/chat/completions",
+        {**CHAT, "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    "generate": ("/inference/v1/generate", GENERATE),
+    "generate, streamed": ("/inference/v1/generate", {**GENERATE, "stream": True}),
+    "refused": ("/v1/completions", {**COMPLETION, "max_tokens": -1}),
+}
+
+
+def answer(server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    reply = httpx.post(
+        server.url + path, json={"model": server.checkpoint, **body}, timeout=120, trust_env=False
+    )
+    return reply.status_code, CHANGING.sub(rb'"\1":0', reply.content)
+
+
+@pytest.fixture(scope="module")
+def answers(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, tuple[int, bytes]]]:
+    """Of each server, the answers by request. One server after the other."""
+    model = checkpoint()
+    setups: dict[str, tuple[list[str], dict[str, str]]] = {
+        "pristine": ([], {"PYTHONPATH": str(PRISTINE)}),
+        "patched": (["--enable-return-routed-experts", "--routed-experts-opt-in"], {}),
+    }
+    found: dict[str, dict[str, tuple[int, bytes]]] = {}
+    for name, (arguments, env) in setups.items():
+        log = tmp_path_factory.mktemp(name) / "server.log"
+        with Server(model, log=log, args=arguments, env=env) as server:
+            version = httpx.get(server.url + "/version", trust_env=False).json()["version"]
+            # The pristine build is number 0.
+            assert ("+re.0." in version) == (name == "pristine"), version
+            found[name] = {
+                request: answer(server, path, body) for request, (path, body) in REQUESTS.items()
+            }
+    return found
+
+
+@pytest.mark.parametrize("request_name", REQUESTS)
+def test_silent_answer_is_the_pristine_one(
+    answers: dict[str, dict[str, tuple[int, bytes]]], request_name: str
+) -> None:
+    pristine, patched = answers["pristine"][request_name], answers["patched"][request_name]
+    assert patched == pristine
+    if request_name != "refused":
+        assert pristine[0] == 200
+        assert len(pristine[1]) > 100
+    else:
+        assert "max_tokens" in json.dumps(pristine[1].decode())
