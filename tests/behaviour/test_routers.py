@@ -73,6 +73,7 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     import torch
     import vllm.model_executor.layers.fused_moe.layer as layers
     import vllm.model_executor.layers.fused_moe.routed_experts_capturer as capturers
+    import vllm.model_executor.layers.fused_moe.routed_experts_pipeline as pipeline
 
     class Layer(torch.nn.Module):
         def __init__(self, layer_id: int, router: Any) -> None:
@@ -85,8 +86,10 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
             self.quant_method = SimpleNamespace(supports_routed_experts_capture=True)
 
     monkeypatch.setattr(layers, "FusedMoE", Layer)
-    context = SimpleNamespace(dp_metadata=None)
+    # One process, one micro-batch.
+    context = SimpleNamespace(dp_metadata=None, token_offset=0)
     monkeypatch.setattr(capturers, "get_forward_context", lambda: context)
+    monkeypatch.setattr(pipeline, "get_pp_group", lambda: SimpleNamespace(world_size=1))
 
     def bind(routers: dict[int, Any]) -> Any:
         config = SimpleNamespace(
