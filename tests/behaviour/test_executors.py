@@ -94,7 +94,7 @@ def test_scheduler_keeps_nothing_of_the_memory_that_rows_came_in() -> None:
     """It is a ring: a later step is written over an earlier one."""
     from vllm import SamplingParams
     from vllm.v1.core.routed_experts_manager import RoutedExpertsManager
-    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import Request
     from vllm.v1.routed_experts import ASK, START
 
@@ -105,8 +105,7 @@ def test_scheduler_keeps_nothing_of_the_memory_that_rows_came_in() -> None:
     manager = RoutedExpertsManager()
     manager.update(step, {"a": request})
     request.append_output_token_ids(7)
-    assert manager.take(request).num_rows == 5
-    outputs = EngineCoreOutputs()
-    manager.pack({request.client_index: outputs})
+    outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7])])
+    manager.pack({request.client_index: outputs}, {"a": request})
     step.rows[:] = 0
     np.testing.assert_array_equal(outputs.routed_experts.rows, expected)

@@ -37,8 +37,8 @@ MUTANTS = [
     Mutant(
         "finality off by one",
         MANAGER,
-        "num_final = request.num_tokens - 1",
-        "num_final = request.num_tokens",
+        "        num_final = request.num_tokens - 1\n        held =",
+        "        num_final = request.num_tokens\n        held =",
     ),
     Mutant(
         "rows of rejected drafts kept",
@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "pending ignored",
         MANAGER,
-        "self._builders.merge(req_id, position, rows, position + len(rows))",
-        "pass",
+        "                num_final = position + len(rows)\n",
+        "                continue\n",
     ),
     Mutant(
         "unsent rows survive a reset",
@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "rows of a failed load kept",
         MANAGER,
-        "for r, n in self._failed_steps.items() if step_number <= n",
-        "for r, n in self._failed_steps.items() if False",
+        "r for r, last in self._failed_steps.items() if step_number <= last",
+        "r for r, last in self._failed_steps.items() if False",
     ),
     Mutant(
         "rows of received blocks expected",
@@ -121,26 +121,38 @@ MUTANTS = [
     Mutant(
         "garbage of drafts stored",
         MANAGER,
-        "            self._end[slot] = min(self._end[slot], end)\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "view of a step handed out",
-        MANAGER,
-        "chunks.append(step.rows.copy())",
-        "chunks.append(step.rows)",
+        "        self._end[slots] = np.minimum(self._end[slots], end)\n",
+        "        pass\n",
     ),
     Mutant(
         "draft rows handed out with the step's",
         MANAGER,
-        "if taken.num_rows > num_final - taken.start:",
-        "if False:",
+        "            counts[i] = max(0, min(counts[i], num_final - starts[i]))\n",
+        "            pass\n",
     ),
     Mutant(
         "rows nobody took are lost",
         MANAGER,
-        "            for req_id, rows_left in step.slices.items():\n",
-        "            for req_id, rows_left in ():\n",
+        "                    self._hold(request, step, index)\n",
+        "                    pass\n",
+    ),
+    Mutant(
+        "outputs taken for those of the step in order",
+        MANAGER,
+        "step.slots if req_ids == step.req_ids else",
+        "step.slots if len(req_ids) == len(step.req_ids) else",
+    ),
+    Mutant(
+        "slot keeps the position of another request",
+        MANAGER,
+        "            self._next[slot] = start\n",
+        "            self._next[slot] = max(start, self._next[slot])\n",
+    ),
+    Mutant(
+        "rows taken twice",
+        MANAGER,
+        "        step.slots[index] = -1\n        self._next",
+        "        self._next",
     ),
     Mutant(
         "row appended anywhere",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import MagicMock
@@ -81,6 +81,14 @@ SETUPS = {
 @pytest.fixture(scope="module", autouse=True)
 def block_hashes() -> None:
     init_none_hash(sha256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_are_many() -> Iterator[None]:
+    """The few requests here are handled by arrays, unless there is only one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.core.routed_experts_manager.FEW_REQUESTS", 1)
+        yield
 
 
 def make_scheduler(setup: Setup) -> Scheduler:
@@ -289,19 +297,22 @@ class Engine:
             # The next step reuses its buffer: whoever kept a view of it is wrong now.
             output.routed_experts.rows[:] = 0xFFFF
         for client in outputs.values():
-            for output in client.outputs:
-                if (part := output.routed_experts) is None:
-                    continue
-                assert client.routed_experts is not None
-                assert client.routed_experts.moe_layers == MOE_LAYERS
-                chunks = self.handed[output.request_id]
-                first = self.starts.setdefault(output.request_id, part.start)
-                assert part.start == first + sum(map(len, chunks))
-                rows = client.routed_experts.rows[part.offset : part.offset + part.num_rows]
-                assert len(rows) == part.num_rows
+            if (packed := client.routed_experts) is None:
+                continue
+            assert packed.moe_layers == MOE_LAYERS
+            offset = 0
+            for index, start, num_rows in packed.slices.tolist():
+                req_id = client.outputs[index].request_id
+                rows = packed.rows[offset : offset + num_rows]
+                offset += num_rows
+                assert len(rows) == num_rows
+                chunks = self.handed[req_id]
+                first = self.starts.setdefault(req_id, start)
+                assert start == first + sum(map(len, chunks))
                 # Whatever was computed before a weight update ended with it.
                 assert (rows[:, 1, 1] == self.worker.weights).all()
                 chunks.append(rows)
+            assert offset == len(packed.rows)
 
     def abort(self, index: int) -> None:
         if self.requests:
