@@ -121,8 +121,20 @@ MUTANTS = [
     Mutant(
         "garbage of drafts stored",
         MANAGER,
-        "        self._end[slots] = np.minimum(self._end[slots], end)\n",
+        "        self._end[slots] = np.minimum(self._end[slots], ends)\n",
         "        pass\n",
+    ),
+    Mutant(
+        "page of a large block lost",
+        MANAGER,
+        "            self._chunks.setdefault(slot, []).append(self._pages[slot].copy())\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "rejected drafts stay in a full page",
+        MANAGER,
+        "            self._put(slots[i], begin, rows)\n",
+        "            pass\n",
     ),
     Mutant(
         "draft rows handed out with the step's",
@@ -163,8 +175,8 @@ MUTANTS = [
     Mutant(
         "full block not begun anew",
         MANAGER,
-        "        self._begin[slots[full]] = positions[full]\n",
-        "",
+        "            self._begin[slot] = self._end[slot]\n",
+        "            pass\n",
     ),
 ]
 

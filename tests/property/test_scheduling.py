@@ -85,9 +85,12 @@ def block_hashes() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def two_are_many() -> Iterator[None]:
-    """The few requests here are handled by arrays, unless there is only one."""
+    """The few requests here are handled by arrays, unless there is only one, and the small
+    blocks have several pages."""
+    module = "vllm.v1.core.routed_experts_manager."
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.v1.core.routed_experts_manager.FEW_REQUESTS", 1)
+        patch.setattr(module + "FEW_REQUESTS", 1)
+        patch.setattr(module + "_MAX_PAGE_SIZE", BLOCK // 2)
         yield
 
 
