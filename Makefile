@@ -71,6 +71,10 @@ demo-pristine: $(PRISTINE) ## The demo on vLLM without the series: must fail
 replay: $(INSTALLED) ## Replay the server's routes in a trainer: its log-probs with and without
 	@exec $(PY) -m examples.trainer
 
+.PHONY: disaggregated
+disaggregated: $(INSTALLED) ## Prefill and decode in two engines: compare every row of the joined answers
+	@exec $(PY) -m examples.disaggregated
+
 ##@ Test
 
 .PHONY: test

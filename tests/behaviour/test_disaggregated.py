@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy before a prefill and a decode engine: one answer with all rows, or an error.
+
+With stand-ins for the engines. With engines: test_disaggregated_engines.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from examples.disaggregated import proxy
+from examples.trainer.client import RoutedExpertsError, generate
+
+GENERATE = "/inference/v1/generate"
+PROMPT, SAMPLED = [5, 6, 7, 8, 9], [10, 11, 12]
+LAYERS, TOP_K = 3, 2
+
+
+def true_rows(start: int, stop: int, dtype: type = np.uint8) -> np.ndarray:
+    """Rows that tell their position."""
+    rows = np.zeros((stop - start, LAYERS, TOP_K), dtype)
+    rows += np.arange(start, stop, dtype=dtype)[:, None, None]
+    return rows
+
+
+def encode(rows: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, rows)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def choice(index: int, start: int, stop: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "index": index,
+        "token_ids": SAMPLED,
+        "finish_reason": "length",
+        "routed_experts": encode(true_rows(start, stop)),
+        "routed_experts_start": start,
+        "moe_layers": [0, 1, 2],
+        **changes,
+    }
+
+
+def silent(index: int = 0) -> dict[str, Any]:
+    return {"index": index, "token_ids": SAMPLED, "finish_reason": "length"}
+
+
+@dataclass
+class Engine:
+    """Gives one answer to everything; a list is a stream of chunks."""
+
+    answer: Any
+    status: int = 200
+    url: str = ""
+    sent: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(handler) -> None:
+                body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+                self.sent.append({"path": handler.path, **body})
+                handler.send_response(self.status)
+                handler.end_headers()
+                chunks = self.answer if isinstance(self.answer, list) else [self.answer]
+                texts = [c if isinstance(c, str) else json.dumps(c) for c in chunks]
+                if chunks is self.answer:
+                    texts = [f"data: {text}\n\n" for text in texts]
+                handler.wfile.write("".join(texts).encode())
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            self.url = f"http://127.0.0.1:{server.server_port}"
+            try:
+                yield
+            finally:
+                server.shutdown()
+
+
+@contextmanager
+def standing(prefill: Engine, decode: Engine) -> Iterator[str]:
+    with prefill.running(), decode.running(), proxy.running(prefill.url, decode.url) as url:
+        yield url
+
+
+def prefilled(*choices: dict[str, Any], **fields: Any) -> Engine:
+    made = choices or (choice(0, 0, 5, token_ids=SAMPLED[:1]),)
+    return Engine({"choices": [*made], **fields})
+
+
+def ask(url: str, **body: Any) -> httpx.Response:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3}, **body}
+    return post(url, GENERATE, body)
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(url + path, json=body, trust_env=False, timeout=60)
+
+
+@pytest.mark.parametrize("start", [0, 3, 5])
+def test_rows_of_both_engines_are_joined(start: int) -> None:
+    decode = Engine({"id": "x", "choices": [choice(0, start, 7)]})
+    with standing(prefilled(), decode) as url:
+        (completion,) = generate(url, PROMPT, {"max_tokens": 3})
+    np.testing.assert_array_equal(completion.rows, true_rows(0, 7))
+    assert completion.start == 0
+
+
+def test_asked_start_is_kept() -> None:
+    decode = Engine({"choices": [choice(0, 4, 7)]})
+    with standing(prefilled(choice(0, 2, 5)), decode) as url:
+        (completion,) = generate(url, PROMPT, {"max_tokens": 3}, start=2)
+    np.testing.assert_array_equal(completion.rows, true_rows(2, 7))
+    assert completion.start == 2
+
+
+def test_chunks_of_every_choice_are_joined_once() -> None:
+    chunks = [
+        {"choices": [choice(i, first, stop, token_ids=tokens, finish_reason=None)]}
+        for first, stop, tokens in ((3, 5, SAMPLED[:1]), (5, 7, SAMPLED[1:]))
+        for i in (1, 0)
+    ]
+    decode = Engine([*chunks, {"choices": []}, "[DONE]"])
+    with standing(prefilled(), decode) as url:
+        completions = generate(url, PROMPT, {"max_tokens": 3, "n": 2}, stream=True)
+    assert [c.token_ids for c in completions] == [tuple(SAMPLED)] * 2
+    for completion in completions:
+        np.testing.assert_array_equal(completion.rows, true_rows(0, 7))
+
+
+def test_choices_of_several_prompts_get_the_rows_of_their_own() -> None:
+    second = choice(1, 0, 5, routed_experts=encode(true_rows(100, 105)))
+    decode = Engine({"choices": [choice(i, 5, 7) for i in range(4)]})
+    with standing(prefilled(choice(0, 0, 5), second), decode) as url:
+        answer = post(url, "/v1/completions", {"prompt": [PROMPT] * 2, "n": 2}).json()
+    firsts = [proxy.decode_rows(c["routed_experts"])[0, 0, 0] for c in answer["choices"]]
+    assert firsts == [0, 0, 100, 100]
+
+
+def test_request_without_rows_passes() -> None:
+    decode = Engine({"choices": [silent()]})
+    with standing(prefilled(silent()), decode) as url:
+        reply = ask(url)
+    assert reply.status_code == 200
+    assert reply.json() == decode.answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "short"),
+    [
+        (
+            GENERATE,
+            {"sampling_params": {"max_tokens": 9, "n": 3, "seed": 1}, "stream": True},
+            {"sampling_params": {"max_tokens": 1, "min_tokens": 1, "n": 1, "seed": 1}},
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 9, "n": 2, "vllm_xargs": {"return_routed_experts": 1}},
+            {"prompt": "a", "max_tokens": 1, "min_tokens": 1, "n": 1}
+            | {"vllm_xargs": {"return_routed_experts": 1}},
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [], "max_completion_tokens": 9, "stream_options": {"include_usage": True}},
+            {"messages": [], "max_tokens": 1, "min_tokens": 1, "n": 1},
+        ),
+    ],
+)
+def test_prefill_engine_is_asked_for_one_token(
+    path: str, body: dict[str, Any], short: dict[str, Any]
+) -> None:
+    prefill, decode = prefilled(silent()), Engine({"choices": []})
+    with standing(prefill, decode) as url:
+        post(url, path, body)
+    remote = {"do_remote_decode": True}
+    assert prefill.sent == [{"path": path, **short, "stream": False, "kv_transfer_params": remote}]
+    remote = {"do_remote_prefill": True}
+    assert decode.sent == [{"path": path, **body, "kv_transfer_params": remote}]
+
+
+def test_decode_engine_gets_what_the_connector_answered() -> None:
+    params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "x"}
+    decode = Engine({"choices": [choice(0, 5, 7)]})
+    with standing(prefilled(kv_transfer_params=params), decode) as url:
+        ask(url)
+    assert decode.sent[0]["kv_transfer_params"] == params
+
+
+BAD = {
+    "gap": (choice(0, 0, 4), choice(0, 5, 7), "rows leave a gap: .* before position 4, .* at 5"),
+    "no rows of the prompt": (silent(), choice(0, 5, 7), "prefill engine returned no rows"),
+    "no rows of the answer": (choice(0, 0, 5), silent(), "decode engine returned no rows"),
+    "layers": (choice(0, 0, 5, moe_layers=[0]), choice(0, 5, 7), "do not join"),
+    "dtype": (
+        choice(0, 0, 5, routed_experts=encode(true_rows(0, 5, np.uint16))),
+        choice(0, 5, 7),
+        "do not join: uint16",
+    ),
+    "no array": (choice(0, 0, 5, routed_experts="?"), choice(0, 5, 7), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_rows_that_make_no_answer_are_an_error(case: str) -> None:
+    first, second, told = BAD[case]
+    with standing(prefilled(first), Engine({"choices": [second]})) as url:
+        reply = ask(url)
+    assert reply.status_code == 502
+    message = reply.json()["error"]["message"]
+    assert "\n" not in message
+    assert re.search(told, message), message
+
+
+@pytest.mark.parametrize("case", ["gap", "no rows of the answer"])
+def test_they_end_a_stream_with_an_error(case: str) -> None:
+    first, second, told = BAD[case]
+    decode = Engine([{"choices": [second]}, "[DONE]"])
+    with (
+        standing(prefilled(first), decode) as url,
+        pytest.raises(RoutedExpertsError, match=told),
+    ):
+        generate(url, PROMPT, {"max_tokens": 3}, stream=True)
+
+
+def test_refusal_of_an_engine_is_passed_on() -> None:
+    refusal = {"error": {"message": "max_tokens is -1", "code": 400}}
+    for pair in (
+        (Engine(refusal, status=400), Engine({})),
+        (prefilled(), Engine(refusal, status=400)),
+    ):
+        with standing(*pair) as url:
+            reply = ask(url)
+        assert (reply.status_code, reply.json()) == (400, refusal)
+
+
+def test_engine_that_is_not_there_is_told() -> None:
+    with proxy.running("http://127.0.0.1:9", "http://127.0.0.1:9") as url:
+        reply = ask(url)
+    assert reply.status_code == 502
+    assert "http://127.0.0.1:9/inference/v1/generate gave no" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", ["{", "[]", '{"sampling_params": 1}', '{"n": "x"}'])
+def test_body_that_cannot_be_read_is_refused(body: str) -> None:
+    with standing(prefilled(), prefilled()) as url:
+        reply = httpx.post(url + GENERATE, content=body, trust_env=False, timeout=30)
+    assert reply.status_code == 400
+    assert "is no JSON object" in reply.json()["error"]["message"]

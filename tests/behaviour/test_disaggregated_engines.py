@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill and a decode engine that share KV through files, behind the proxy: one answer with the
+tokens and rows of one engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+
+from examples.demo import oracle
+from examples.demo.server import Server
+from examples.disaggregated import engines, proxy
+from examples.trainer.client import Completion, generate
+from tests.behaviour.conftest import BLOCK, as_prompts, random_prompt, running
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (20, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5, 150)
+PROMPTS = [random_prompt(i, length) for i, length in enumerate(LENGTHS)]
+MAX_TOKENS = 9
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: Server
+    decode: Server
+    url: str
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(mlp_only_layers=[1])
+
+
+@pytest.fixture(scope="module")
+def one_engine(model: Path) -> Iterator[LLM]:
+    with running(model, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("disaggregated")
+    servers = [
+        Server(model, folder / f"{role}.log", engines.arguments(folder / "kv", role))
+        for role in (engines.PREFILL, engines.DECODE)
+    ]
+    with ExitStack() as stack:
+        with ThreadPoolExecutor() as pool:  # they take long to start
+            started = [pool.submit(stack.enter_context, server) for server in servers]
+        prefill, decode = (future.result() for future in started)
+        yield Pair(prefill, decode, stack.enter_context(proxy.running(prefill.url, decode.url)))
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(url + path, json=body, trust_env=False, timeout=60)
+
+
+def received(start: int, prompt: list[int]) -> dict[str, Any]:
+    """What is sent to the decode engine alone."""
+    extra_args = {"return_routed_experts": True, "routed_experts_prompt_start": start}
+    return {
+        "token_ids": prompt,
+        "sampling_params": {"max_tokens": 1, "extra_args": extra_args},
+        "kv_transfer_params": {"do_remote_prefill": True},
+    }
+
+
+def assert_rows_of_one_engine(
+    llm: LLM, model: Path, completion: Completion, start: int = 0
+) -> None:
+    """Every row of these tokens; a tie of the router's scores may go either way."""
+    from vllm import SamplingParams
+
+    tokens = [*completion.prompt, *completion.token_ids]
+    assert completion.start == start
+    assert completion.moe_layers == (0, 2, 3)
+    (output,) = llm.generate(as_prompts(tokens), SamplingParams(max_tokens=1), use_tqdm=False)
+    routes = oracle.route(model, tokens)
+    alone = output.outputs[0].routed_experts[:, list(routes.layers)]
+    alone_ids = np.sort(alone.transpose(1, 0, 2).astype(np.int64), axis=-1)
+    for expected in (replace(routes, ids=alone_ids), routes):
+        comparison = oracle.compare(completion.rows, expected, start)
+        assert comparison.agree == len(tokens) - 1 - start, comparison.disagreements[0]
+        assert comparison.ties <= 1 + comparison.decisions // 1000
+
+
+def test_joined_answers_have_the_tokens_and_rows_of_one_engine(
+    pair: Pair, one_engine: LLM, model: Path
+) -> None:
+    from vllm import SamplingParams
+
+    def complete(number: int) -> Completion:
+        sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": MAX_TOKENS}
+        (completion,) = generate(pair.url, PROMPTS[number], sampling, stream=number % 2 == 1)
+        return completion
+
+    before = pair.decode.metric(engines.RECEIVED) or 0
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        completions = list(pool.map(complete, range(len(PROMPTS))))
+    blocks = [(length - 1) // BLOCK for length in LENGTHS]
+    assert (pair.decode.metric(engines.RECEIVED) or 0) - before == BLOCK * sum(blocks)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=MAX_TOKENS)
+    outputs = one_engine.generate(as_prompts(*PROMPTS), params, use_tqdm=False)
+    for completion, output in zip(completions, outputs, strict=True):
+        assert completion.token_ids == tuple(output.outputs[0].token_ids)
+        assert_rows_of_one_engine(one_engine, model, completion)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_of_a_group_has_all_rows(
+    pair: Pair, one_engine: LLM, model: Path, stream: bool
+) -> None:
+    prompt = random_prompt(10 + stream, 3 * BLOCK + 7)
+    sampling = {"n": 3, "temperature": 1.0, "seed": 1, "ignore_eos": True, "max_tokens": 7}
+    completions = generate(pair.url, prompt, sampling, stream=stream)
+    assert len({completion.token_ids for completion in completions}) == 3
+    for completion in completions:
+        assert_rows_of_one_engine(one_engine, model, completion)
+
+
+def test_asked_start_behind_the_received_prefix_is_kept(
+    pair: Pair, one_engine: LLM, model: Path
+) -> None:
+    prompt = random_prompt(20, 3 * BLOCK + 7)
+    for start in (BLOCK + 3, 3 * BLOCK + 2):
+        (completion,) = generate(
+            pair.url, prompt, {"max_tokens": 5, "ignore_eos": True}, start=start
+        )
+        assert_rows_of_one_engine(one_engine, model, completion, start)
+
+
+@pytest.mark.parametrize("start", [0, BLOCK, 3 * BLOCK + 2])
+def test_decode_engine_states_where_its_rows_begin(pair: Pair, start: int) -> None:
+    prompt = random_prompt(30 + start, 3 * BLOCK + 7)
+    generate(pair.prefill.url, prompt, {"max_tokens": 1})
+    answer = pair.decode.post(proxy.GENERATE, received(start, prompt))["choices"][0]
+    assert answer["routed_experts_start"] == max(start, 3 * BLOCK)
+    assert len(proxy.decode_rows(answer["routed_experts"])) == len(prompt) - max(start, 3 * BLOCK)
+
+
+def test_openai_completions_are_joined(pair: Pair, one_engine: LLM, model: Path) -> None:
+    prompts = [random_prompt(seed, 2 * BLOCK + 9) for seed in (40, 41)]
+    body = {
+        "model": pair.prefill.checkpoint,
+        "prompt": prompts,
+        "n": 2,
+        "seed": 1,
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    answer = post(pair.url, "/v1/completions", body).json()
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        assert choice["prompt_token_ids"] == prompts[choice["index"] // 2]
+        completion = Completion(
+            prompt=tuple(choice["prompt_token_ids"]),
+            token_ids=tuple(choice["token_ids"]),
+            logprobs=(),
+            rows=proxy.decode_rows(choice["routed_experts"]),
+            start=choice["routed_experts_start"],
+            moe_layers=tuple(choice["moe_layers"]),
+        )
+        assert_rows_of_one_engine(one_engine, model, completion)
+
+
+def test_silent_request_is_answered_without_rows(pair: Pair) -> None:
+    sampling = {"max_tokens": 5, "extra_args": {"return_routed_experts": False}}
+    body = {"token_ids": random_prompt(50, 3 * BLOCK), "sampling_params": sampling}
+    reply = post(pair.url, proxy.GENERATE, body)
+    assert reply.status_code == 200
+    assert "routed_experts" not in reply.json()["choices"][0]
+
+
+def test_bad_argument_is_refused_by_the_engine(pair: Pair) -> None:
+    extra_args = {"routed_experts_prompt_start": 6}
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"extra_args": extra_args}}
+    reply = post(pair.url, proxy.GENERATE, body)
+    assert reply.status_code == 400
+    assert "routed_experts_prompt_start" in reply.json()["error"]["message"]
+
+
+def test_program_finds_every_row_true(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.disaggregated", "--out", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        text=True,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout
