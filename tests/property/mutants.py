@@ -95,6 +95,18 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "steps before a resumption count",
+        SCHEDULER,
+        "if scheduler_output.step < request.resumed_step:",
+        "if False:",
+    ),
+    Mutant(
+        "rows of steps before a resumption kept",
+        MANAGER,
+        "if step.step_number < request.resumed_step:",
+        "if False:",
+    ),
+    Mutant(
         "finished request not freed",
         SCHEDULER,
         "            self.routed_experts_manager.free(request)\n",

@@ -65,9 +65,9 @@ class Setup:
 SETUPS = {
     "synchronous": Setup(),
     "asynchronous": Setup(asynchronous=True, depth=2),
-    # A request that is preempted with a step on its way samples twice in this release
-    # itself: enough blocks that none is.
-    "batch queue": Setup(depth=3, num_blocks=80),
+    # Pipeline stages: several steps are on their way, also of a request that is preempted.
+    "batch queue": Setup(depth=3),
+    "asynchronous batch queue": Setup(asynchronous=True, depth=3),
     "drafts": Setup(drafts=3),
     "hybrid": Setup(sliding_window=True, num_blocks=24),
     # A request may be preempted in the pass that has scheduled it already.
@@ -327,11 +327,6 @@ class Engine:
         if running and any(request.status == loading for request in self.requests.values()):
             # The release refuses it, with an error.
             return
-        if not self.setup.asynchronous:
-            # Only asynchronous scheduling discards the token of a step on its way. The other
-            # engine with such steps, pipeline parallelism, samples it twice in this release.
-            while self.on_the_way:
-                self.deliver()
         if self.scheduler.reset_prefix_cache(reset_running_requests=running):
             self.worker.weights += 1
 
