@@ -22,7 +22,11 @@ from hypothesis import strategies as st
 from vllm.config import DeviceConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -60,6 +64,8 @@ class Setup:
     sliding_window: bool = False
     priorities: bool = False
     connector: bool = False
+    # Ranks that hold a part of each block's KV, in a smaller block of their own.
+    context_parallel: int = 1
 
 
 SETUPS = {
@@ -73,6 +79,7 @@ SETUPS = {
     # A request may be preempted in the pass that has scheduled it already.
     "priorities": Setup(priorities=True),
     "no prefix cache": Setup(caching=False),
+    "decode context parallel": Setup(context_parallel=2),
     "KV connector": Setup(connector=True, num_blocks=40),
     "KV connector, no prefix cache": Setup(connector=True, num_blocks=40, caching=False),
 }
@@ -111,16 +118,24 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.scheduler_config.scheduler_reserve_full_isl = False
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.scheduler_config.policy = "priority" if setup.priorities else "fcfs"
-    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    config.parallel_config.decode_context_parallel_size = setup.context_parallel
+    block_size = BLOCK // setup.context_parallel
+    config.cache_config.block_size = block_size
+    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**shape))]
     if setup.sliding_window:
         groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=6)))
+    kv_cache_config = KVCacheConfig(setup.num_blocks, [], groups)
+    config.cache_config.hash_block_size = None
+    scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    assert scheduler_block == BLOCK
     scheduler_class = AsyncScheduler if setup.asynchronous else Scheduler
     scheduler = scheduler_class(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(setup.num_blocks, [], groups),
+        kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
+        block_size=scheduler_block,
+        hash_block_size=hash_block,
         log_stats=False,
     )
     scheduler.num_lookahead_tokens = setup.drafts
@@ -439,4 +454,17 @@ def test_group_of_one_pass_prefills_its_prompt_once() -> None:
     scheduled, _ = engine.on_the_way[0]
     assert scheduled.total_num_scheduled_tokens == len(prompt) + 3
     engine.drain()
+    engine.check()
+
+
+def test_cached_prefix_is_used_with_decode_context_parallel() -> None:
+    """A block of the prefix cache is that of all ranks together."""
+    engine = Engine(Setup(context_parallel=2, num_blocks=80, chunk=64))
+    prompt = list(range(3 * BLOCK + 1))
+    for num_computed in (len(prompt), 1):
+        engine.add(prompt, 3)
+        scheduled = engine.scheduler.schedule()
+        assert scheduled.total_num_scheduled_tokens == num_computed
+        engine.on_the_way.append((scheduled, engine.worker.execute(scheduled)))
+        engine.drain()
     engine.check()
