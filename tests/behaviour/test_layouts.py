@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # One worker on each of two cores.
 BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+# Engines that are told of each other's address: else it is that of a network card.
+LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 # Less and more than a chunk; the last one begins like the one before it.
 LENGTHS = (1, 40, CHUNK, 3 * CHUNK + 5, 90, 7, 150, 2 * CHUNK)
 PROMPTS = [random_prompt(i, n) for i, n in enumerate(LENGTHS)]
@@ -199,6 +201,43 @@ def test_client_that_reads_slowly_gets_all_its_rows(
     assert_same_as_one_process(one_process, model, [answer, *others])
 
 
+@contextmanager
+def all_ready(servers: list[Server]) -> Iterator[None]:
+    """Servers that wait for each other while they start."""
+    with ThreadPoolExecutor(len(servers)) as pool, ExitStack() as stack:
+        list(pool.map(stack.enter_context, servers))
+        yield
+
+
+@pytest.mark.slow
+def test_rows_of_ranks_behind_an_external_load_balancer_are_those_of_one_process(
+    one_process: LLM, model: Path, tmp_path: Path
+) -> None:
+    """A server for each rank: the ranks meet in every step, their clients do not."""
+    arguments = [
+        "--data-parallel-size=2",
+        "--data-parallel-address=127.0.0.1",
+        f"--data-parallel-rpc-port={free_port()}",
+        "--enable-return-routed-experts",
+        f"--max-num-batched-tokens={CHUNK}",
+    ]
+    servers = [
+        Server(
+            model,
+            log=tmp_path / f"{rank}.log",
+            args=[*arguments, f"--data-parallel-rank={rank}"],
+            env={**LOOPBACK, "VLLM_CPU_OMP_THREADS_BIND": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    with all_ready(servers):
+        # One rank alone, so that the other has no tokens of its own; then both.
+        alone = [server.generate(PROMPTS[0], max_tokens=3) for server in servers]
+        with ThreadPoolExecutor(len(servers)) as pool:
+            together = [answer for answers in pool.map(ask_all, servers) for answer in answers]
+    assert_same_as_one_process(one_process, model, [*alone, *together])
+
+
 @pytest.mark.slow
 def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
     one_process: LLM, model: Path, tmp_path: Path
@@ -216,12 +255,12 @@ def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
         model,
         log=tmp_path / "first.log",
         args=[*arguments, "--node-rank=0"],
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0"},
+        env={**LOOPBACK, "VLLM_CPU_OMP_THREADS_BIND": "0"},
     )
     second = Kept(
         [*first.command[:-2], "--node-rank=1", "--headless"],
         log=tmp_path / "second.log",
-        env={"VLLM_CPU_OMP_THREADS_BIND": "1"},
+        env={**LOOPBACK, "VLLM_CPU_OMP_THREADS_BIND": "1"},
     )
     with second, first as server:
         answers = ask_all(server)
