@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 
-from overhead import CONFIG as QWEN3  # noqa: E402
-
+from benchmarks.hosts import data_parallel, environment  # noqa: E402
+from benchmarks.models import QWEN3_30B_A3B  # noqa: E402
 from examples.demo.server import Kept  # noqa: E402
 from examples.shapes import GPT_OSS  # noqa: E402
 
@@ -45,23 +45,6 @@ DELAY_MS = 20.0
 FAULT_SECONDS = 15.0
 # How long an engine may take from its start to its first step.
 START_SECONDS = 240.0
-
-ENVIRONMENT = {
-    # NVLink multicast stays off, whatever starts the processes.
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # Without a network, vLLM finds no address of its own.
-    "VLLM_HOST_IP": "127.0.0.1",
-    # The demo's processes go without: they run eagerly.
-    "TORCH_COMPILE_DISABLE": "0",
-    "PYTHONPATH": os.pathsep.join(
-        [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ),
-}
-
 
 # For a rehearsal without a GPU.
 TINY = {
@@ -76,7 +59,7 @@ TINY = {
 def shape(model: str, layers: int) -> dict[str, Any]:
     if model != "gptoss":
         small = TINY if model == "tiny" else {}
-        return {**QWEN3, **small, "num_hidden_layers": layers}
+        return {**QWEN3_30B_A3B, **small, "num_hidden_layers": layers}
     kinds = ["sliding_attention", "full_attention"] * layers
     return {**GPT_OSS, "num_hidden_layers": layers, "layer_types": kinds[:layers]}
 
@@ -327,8 +310,10 @@ def run(arguments: argparse.Namespace) -> int:
         }
         arguments.out.mkdir(parents=True, exist_ok=True)
         name = f"soak-{arguments.model}-{arguments.build_label}-{arguments.flag}"
-        environment = {
-            **ENVIRONMENT,
+        variables = {
+            **environment(HERE),
+            # The demo's processes go without: they run eagerly.
+            "TORCH_COMPILE_DISABLE": "0",
             "VLLM_CACHE_ROOT": f"{tempfile.gettempdir()}/vllm-cache-{arguments.build_label}",
         }
         limit_s = START_SECONDS + 60 * arguments.minutes + 60 + 2 * FAULT_SECONDS
@@ -349,18 +334,10 @@ def run(arguments: argparse.Namespace) -> int:
                     "flag": arguments.flag,
                 }
                 (scratch / f"spec-{rank}.json").write_text(json.dumps(spec))
-                parallel = {
-                    "VLLM_DP_RANK": str(rank),
-                    "VLLM_DP_RANK_LOCAL": str(rank),
-                    "VLLM_DP_SIZE": str(arguments.gpus),
-                    "VLLM_DP_MASTER_IP": "127.0.0.1",
-                    "VLLM_DP_MASTER_PORT": str(arguments.port),
-                }
+                parallel = data_parallel(rank, arguments.gpus, arguments.port)
                 command = [sys.executable, __file__, "engine", str(scratch / f"spec-{rank}.json")]
                 log = scratch / f"engine-{rank}.log"
-                if arguments.gpus == 1:
-                    parallel = {}
-                engines.append(stack.enter_context(Kept(command, log, environment | parallel)))
+                engines.append(stack.enter_context(Kept(command, log, variables | parallel)))
             end = ""
             while not end:
                 time.sleep(2.0)

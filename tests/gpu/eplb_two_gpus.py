@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous EPLB on two GPUs (DP 2, EP 2) beside the same without EPLB, and its worker killed.
 
-    python -m tests.gpu.eplb_two_gpus --out DIR
+    python tests/gpu/eplb_two_gpus.py --out DIR
 
 Each rank is an offline engine in a process of its own, on a small random checkpoint with spread
 routers, in float32: where experts are placed decides in which order two GPUs' sums are added,
@@ -9,35 +9,61 @@ which in bfloat16 would be enough to route a token otherwise. Both modes get the
 at once, so their batches are the same. Then rank 0's worker thread is killed, and both ranks'
 engines must raise its error and end.
 
+`--device cpu` rehearses all of it: vLLM has no EPLB there, so one of other weights stands beside
+the model, and its rebalances change nothing of the outputs.
+
 Writes `off-<rank>.json`, `on-<rank>.json` with `.npz` beside them, logs, and `result.json`, which
-holds what was found and `"good"`; the exit status is 0 if it is true. Everything is bounded:
-``--minutes`` for all.
+holds what was found and `"good"`; the exit status is 0 if it is true. A rank that fails ends the
+run, and the last lines of all logs are told. Everything is bounded: ``--minutes`` for all.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import contextlib
 import faulthandler
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import numpy as np  # noqa: E402
+
+from benchmarks import hosts  # noqa: E402
+from examples.demo.checkpoint import make_checkpoint  # noqa: E402
+from examples.demo.server import Kept  # noqa: E402
 
 WORLD_SIZE = 2
 NUM_EXPERTS = 64
-STEP_INTERVAL = 16
-MAX_TOKENS = 96
+STAND_IN_LAYERS = 2
 LEAST_REBALANCES = 4
 LEAST_EQUAL_SEQUENCES = 0.97
 LEAST_EQUAL_ROWS = 0.999
+PASSED_ON = (
+    "checkpoint",
+    "device",
+    "communicator",
+    "requests",
+    "rounds",
+    "max_tokens",
+    "step_interval",
+)
+
+ENVIRONMENT = {
+    **hosts.environment(HERE),
+    # The engine's core in this process, so that its errors arrive with their text.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Triton would round float32 factors to TF32: noise of another order of sums, multiplied.
+    "TRITON_F32_DEFAULT": "ieee",
+}
 
 
 def prompts(rank: int, round_: int, count: int) -> list[list[int]]:
@@ -45,6 +71,16 @@ def prompts(rank: int, round_: int, count: int) -> list[list[int]]:
     rng = np.random.default_rng(100 * round_ + rank)
     first = 4 + 150 * (round_ % 4)
     return [rng.integers(first, first + 150, rng.integers(16, 200)).tolist() for _ in range(count)]
+
+
+def eplb_config(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "use_async": True,
+        "step_interval": args.step_interval,
+        "window_size": max(1, args.step_interval // 2),
+        "num_redundant_experts": 4,
+        "communicator": args.communicator,
+    }
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -56,6 +92,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "enable_return_routed_experts": True,
         "async_scheduling": False,
+        "worker_extension_cls": "eplb_watch.Watch",
         "seed": 0,
     }
     if args.device == "cpu":
@@ -69,38 +106,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if not args.eager:
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     if args.mode == "on":
-        options["enable_eplb"] = True
-        options["eplb_config"] = {
-            "use_async": True,
-            "step_interval": STEP_INTERVAL,
-            "window_size": STEP_INTERVAL // 2,
-            "num_redundant_experts": 4,
-            "communicator": args.communicator,
-        }
+        options |= {"enable_eplb": True, "eplb_config": eplb_config(args)}
     return options
-
-
-class Watch:
-    """Counts what EPLB does while an engine of this process runs."""
-
-    def __init__(self) -> None:
-        from vllm.distributed.eplb import eplb_state
-
-        self.rearrangements = self.moved_layers = self.moved_experts = 0
-        rearrange, move = eplb_state.EplbState.rearrange, eplb_state._move_to_workspace
-
-        def counted_rearrange(state: Any, is_profile: bool = False, **kw: Any) -> Any:
-            self.rearrangements += not is_profile
-            return rearrange(state, is_profile=is_profile, **kw)
-
-        def counted_move(model_state: Any, ep_rank: int) -> None:
-            before = model_state.physical_to_logical_map.clone()
-            move(model_state, ep_rank)
-            self.moved_layers += 1
-            self.moved_experts += int((before != model_state.physical_to_logical_map).sum())
-
-        eplb_state.EplbState.rearrange = counted_rearrange  # type: ignore[method-assign]
-        eplb_state._move_to_workspace = counted_move
 
 
 def generate(llm: Any, args: argparse.Namespace, round_: int) -> list[Any]:
@@ -116,11 +123,14 @@ def run_rank(args: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(60 * args.minutes, exit=True)
     from vllm import LLM
 
-    watch = Watch()
     start = time.monotonic()
     llm = LLM(str(args.checkpoint), **engine_options(args))
     found: dict[str, Any] = {"start_s": round(time.monotonic() - start, 1)}
-    state = llm.llm_engine.model_executor.driver_worker.worker.model_runner.eplb_state
+    if args.mode == "on":
+        if args.device == "cpu":
+            stand_in = (eplb_config(args), NUM_EXPERTS, STAND_IN_LAYERS)
+            llm.collective_rpc("stand_in_eplb", args=stand_in)
+        llm.collective_rpc("watch_eplb")
 
     tokens, rows = [], []
     start = time.monotonic()
@@ -135,20 +145,10 @@ def run_rank(args: argparse.Namespace) -> None:
         prompt_lens=np.array([len(row) + 1 - args.max_tokens for row in rows]),
         rows=np.concatenate(rows),
     )
-    if state is not None:
-        (model_state,) = state.model_states.values()
-        found |= {
-            "rearrangements": watch.rearrangements,
-            "moved_layers": watch.moved_layers,
-            "moved_experts": watch.moved_experts,
-            "layers": model_state.model.num_moe_layers,
-            "map": model_state.physical_to_logical_map.tolist(),
-            "worker_error": repr(state.async_worker.error),
-        }
+    if args.mode == "on":
+        found |= llm.collective_rpc("eplb_found")[0]
         if args.rank == 0:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(state.async_worker.ident), ctypes.py_object(SystemExit)
-            )
+            llm.collective_rpc("kill_eplb_thread")
         start = time.monotonic()
         try:
             generate(llm, args, args.rounds)
@@ -157,12 +157,15 @@ def run_rank(args: argparse.Namespace) -> None:
             found["error"] = str(error)
             found["traceback"] = traceback.format_exc()
         found["error_s"] = round(time.monotonic() - start, 1)
+        found["worker_alive"] = llm.collective_rpc("eplb_found")[0]["worker_alive"]
         start = time.monotonic()
         llm.llm_engine.engine_core.shutdown()
         found["shutdown_s"] = round(time.monotonic() - start, 1)
-        found["worker_alive"] = state.async_worker.is_alive()
     (args.out / f"{args.mode}-{args.rank}.json").write_text(json.dumps(found, indent=1))
-    # Groups of a rank that has raised are not worth an orderly end.
+    # A rank that leaves takes its collectives along, and groups of one that has raised are not
+    # worth an orderly end.
+    while not all((args.out / f"{args.mode}-{r}.json").exists() for r in range(WORLD_SIZE)):
+        time.sleep(0.05)
     sys.stdout.flush()
     os._exit(0)
 
@@ -176,39 +179,33 @@ def free_port() -> int:
 def run_mode(mode: str, args: argparse.Namespace, deadline: float) -> list[dict[str, Any] | None]:
     """What each rank found; None for one that wrote nothing."""
     port = free_port()
-    processes = []
-    for rank in range(args.ranks):
-        environment = {
-            **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "NCCL_NVLS_ENABLE": "0",
-            "HF_HUB_OFFLINE": "1",
-        }
-        if args.ranks > 1:
-            environment |= {
-                "VLLM_DP_RANK": str(rank),
-                "VLLM_DP_RANK_LOCAL": str(rank),
-                "VLLM_DP_SIZE": str(args.ranks),
-                "VLLM_DP_MASTER_IP": "127.0.0.1",
-                "VLLM_DP_MASTER_PORT": str(port),
-            }
-        left = max(0.2, (deadline - time.monotonic()) / 60)
-        command = [sys.executable, "-m", "tests.gpu.eplb_two_gpus", "--mode", mode]
-        command += ["--rank", str(rank), "--minutes", f"{left:.2f}", "--out", str(args.out)]
-        for name in ("checkpoint", "device", "communicator", "requests", "rounds", "max_tokens"):
-            command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
-        command += ["--eager"] * args.eager
-        with (args.out / f"{mode}-{rank}.log").open("wb") as log:
-            processes.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
-    for process in processes:
-        try:
-            process.wait(max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            for late in processes:
-                late.kill()
-    files = [args.out / f"{mode}-{rank}.json" for rank in range(args.ranks)]
+    files = [args.out / f"{mode}-{rank}.json" for rank in range(WORLD_SIZE)]
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(WORLD_SIZE):
+            environment = {**ENVIRONMENT, **hosts.data_parallel(rank, WORLD_SIZE, port)}
+            if args.device == "cpu":
+                cores = os.cpu_count() or 1
+                environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0|{1 % cores}"
+            elif not args.eager:
+                environment["TORCH_COMPILE_DISABLE"] = "0"
+            left = max(0.2, (deadline - time.monotonic()) / 60)
+            command = [sys.executable, __file__, "--mode", mode, "--rank", str(rank)]
+            command += ["--minutes", f"{left:.2f}", "--out", str(args.out)]
+            for name in PASSED_ON:
+                command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+            command += ["--eager"] * args.eager
+            kept = Kept(command, args.out / f"{mode}-{rank}.log", environment)
+            ranks.append(stack.enter_context(kept))
+        while any(rank.poll() is None for rank in ranks):
+            time.sleep(0.2)
+            if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
+                # The others would wait for it.
+                break
+        if not all(file.exists() for file in files):
+            for number, rank in enumerate(ranks):
+                print(f"--- {mode}-{number}, status {rank.poll()}: {rank.first_error()}")
+                print(rank.tail(60), flush=True)
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
@@ -245,8 +242,6 @@ def judge(
         ),
         "ids are logical": all(c["largest_id"] < NUM_EXPERTS for c in compared),
     }
-    if args.device == "cpu":
-        return verdict
     rebalances = [rank["moved_layers"] / rank["layers"] for rank in on]
     message = "The async EPLB worker of EP rank 0 has failed"
     return verdict | {
@@ -271,8 +266,9 @@ def main() -> int:
     )
     parser.add_argument("--communicator", default="torch_gloo")
     parser.add_argument("--requests", type=int, default=32, help="of a rank and round, at once")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--step-interval", type=int, default=16, help="steps between rebalances")
     parser.add_argument(
         "--eager", action="store_true", help="neither torch.compile nor CUDA graphs"
     )
@@ -283,13 +279,11 @@ def main() -> int:
     if args.mode:
         run_rank(args)
 
-    from examples.demo.checkpoint import make_checkpoint
-
     deadline = time.monotonic() + 60 * args.minutes
+    args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     for stale in args.out.glob("o*-*.*"):
         stale.unlink()
-    args.ranks = 1 if args.device == "cpu" else WORLD_SIZE
     args.checkpoint = make_checkpoint(
         args.out / "checkpoint",
         hidden_size=256,
@@ -301,12 +295,17 @@ def main() -> int:
     result: dict[str, Any] = {}
     for mode in ("off", "on"):
         result[mode] = run_mode(mode, args, deadline)
-    if all(rank is not None for mode in ("off", "on") for rank in result[mode]):
-        result["compared"] = [compare(args, rank) for rank in range(args.ranks)]
+        if None in result[mode]:
+            break
+    else:
+        result["compared"] = [compare(args, rank) for rank in range(WORLD_SIZE)]
         result["verdict"] = judge(args, result["on"], result["compared"])
     result["good"] = all(result.get("verdict", {"ran": False}).values())
     (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    print(json.dumps({k: result.get(k) for k in ("compared", "verdict", "good")}, indent=1))
+    told = {k: result.get(k) for k in ("compared", "verdict", "good")}
+    for rank in result.get("on", []):
+        told.setdefault("on", []).append({k: v for k, v in (rank or {}).items() if k != "map"})
+    print(json.dumps(told, indent=1))
     return 0 if result["good"] else 1
 
 

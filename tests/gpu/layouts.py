@@ -42,6 +42,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 
 import numpy as np  # noqa: E402
 
+from benchmarks import hosts  # noqa: E402
 from examples.demo.checkpoint import make_checkpoint  # noqa: E402
 from examples.demo.server import Kept, Server, ServerError  # noqa: E402
 from examples.shapes import GPT_OSS  # noqa: E402
@@ -50,20 +51,10 @@ MARGIN = 0.1
 CHUNK = 256
 LENGTHS = (5, 300, 33, 700, 64, 2, 257, 128, 3, 17, 90, 411)
 
-# NVLink multicast stays off, whatever starts the processes.
 ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # Without a network, vLLM finds no address of its own.
-    "VLLM_HOST_IP": "127.0.0.1",
+    **hosts.environment(HERE),
     "VLLM_SERVER_DEV_MODE": "1",
     "OMP_NUM_THREADS": "2",
-    "PYTHONPATH": os.pathsep.join(
-        [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ),
 }
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -374,18 +365,11 @@ def run_cell(
                 "spread": 0.5 if cell.model == "gptoss" else 0,
             }
             (scratch / f"spec-{rank}.json").write_text(json.dumps(spec))
-            parallel = {
-                "VLLM_DP_RANK": str(rank),
-                "VLLM_DP_RANK_LOCAL": str(rank),
-                "VLLM_DP_SIZE": str(cell.dp),
-                "VLLM_DP_MASTER_IP": "127.0.0.1",
-                "VLLM_DP_MASTER_PORT": str(port),
-            }
             command = [sys.executable, __file__, "--engine", str(scratch / f"spec-{rank}.json")]
             engine = Kept(
                 command,
                 scratch / f"engine-{rank}.log",
-                {**environment, **(parallel if cell.dp > 1 else {})},
+                {**environment, **hosts.data_parallel(rank, cell.dp, port)},
             )
             engines.append(stack.enter_context(engine))
         while not all((scratch / f"done-{rank}").exists() for rank in range(cell.dp)):
