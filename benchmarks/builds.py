@@ -3,28 +3,16 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+
+from examples.demo.server import QUIET, Kept
 
 ROOT = Path(__file__).resolve().parents[1]
-KEEPER = ROOT / "examples/demo/keeper.py"
 FLAGS = ("off", "on", "opt-in")
-
-ENVIRONMENT: dict[str, str] = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "PYTHONUNBUFFERED": "1",
-    "VLLM_LOGGING_COLOR": "0",
-    "NO_COLOR": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -118,9 +106,8 @@ def read_variants(words: Sequence[str], builds: Mapping[str, Build]) -> list[Var
     return variants
 
 
-class Process:
-    """A process of a build under the keeper, which ends it with all it started at the latest when
-    this process ends. A context manager."""
+class Process(Kept):
+    """A process of a build, in the repository."""
 
     def __init__(
         self, build: Build, python: Sequence[str], log: Path, env: Mapping[str, str] | None = None
@@ -131,61 +118,6 @@ class Process:
             build: the build it runs with.
             python: arguments of Python.
             log: file for its output, overwritten.
-            env: variables on top of this process's own and of ENVIRONMENT.
+            env: variables on top of this process's own and of QUIET.
         """
-        self.command = build.command(python)
-        self.log = log
-        self.env = {**os.environ, **ENVIRONMENT, **(env or {})}
-        self._keeper: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Process:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as out:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), *self.command],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=self.env,
-                start_new_session=True,
-            )
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    @property
-    def pid(self) -> int:
-        """The keeper's id: all others are its descendants."""
-        assert self._keeper is not None, "not started"
-        return self._keeper.pid
-
-    def poll(self) -> int | None:
-        """The exit status once it and all it started have ended, else None."""
-        assert self._keeper is not None, "not started"
-        return self._keeper.poll()
-
-    def let_go(self) -> None:
-        """Ask it to end, without waiting."""
-        if self._keeper is not None and self._keeper.stdin is not None:
-            self._keeper.stdin.close()
-
-    def stop(self) -> None:
-        """End it and everything it started; returns when all of it is gone."""
-        if self._keeper is not None:
-            self.let_go()
-            self._keeper.wait()
-
-    def tail(self, lines: int) -> str:
-        """The log's last lines, long ones cut."""
-        try:
-            text = self.log.read_text(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(line[:300] for line in text.splitlines()[-lines:])
+        super().__init__(build.command(python), log, env, common=QUIET, cwd=ROOT)

@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.models import QWEN3_30B_A3B as CONFIG
+from benchmarks.probe import kernels_of_a_step
 
 FEW, MANY = 8, 72
 MODES: dict[str, dict[str, bool | None]] = {
@@ -38,12 +39,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file for the record")
     parser.add_argument("--layers", type=int, default=8)
     arguments = parser.parse_args()
-    # The profiler sees this process only.
+    # One process: the worker finds the probe on this one's path.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
     import torch
     import vllm
-    from torch.profiler import ProfilerActivity, profile
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
@@ -56,6 +56,7 @@ def main() -> int:
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
+            worker_extension_cls="benchmarks.probe.Probe",
             max_model_len=1024,
             max_num_batched_tokens=1024,
             enable_prefix_caching=False,
@@ -73,28 +74,18 @@ def main() -> int:
                 detokenize=False,
                 extra_args=None if asks is None else {"return_routed_experts": asks},
             )
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                (output,) = llm.generate([{"prompt_token_ids": [11] * 16}], params, use_tqdm=False)
-                torch.cuda.synchronize()
+            llm.collective_rpc("probe_profile_start")
+            (output,) = llm.generate([{"prompt_token_ids": [11] * 16}], params, use_tqdm=False)
             assert (output.outputs[0].routed_experts is not None) == bool(asks)
-            return Counter(
-                event.name
-                for event in profiler.events()
-                if event.device_type == torch.autograd.DeviceType.CUDA
-            )
+            return Counter(llm.collective_rpc("probe_profile_stop")[0])
 
         steps = {}
         for mode, asks in MODES[arguments.flag].items():
             count(asks, FEW)  # warms up
             few, many = count(asks, FEW), count(asks, MANY)
-            by_name = {n: (many[n] - few[n]) / (MANY - FEW) for n in sorted(many)}
-            copies = sum(v for n, v in by_name.items() if n.startswith(("Memcpy", "Memset")))
-            steps[mode] = {
-                "kernels": sum(by_name.values()) - copies,
-                "copies": copies,
-                "by_name": {n: v for n, v in by_name.items() if v},
-            }
-            print(f"{mode}: {steps[mode]['kernels']} kernels, {copies} copies a step", flush=True)
+            steps[mode] = kernels_of_a_step(few, many, MANY - FEW)
+            kernels, copies = (steps[mode][what] for what in ("kernels", "copies"))
+            print(f"{mode}: {kernels} kernels, {copies} copies a step", flush=True)
     record = {
         # Names only: a record says nothing of the machine's folders.
         "command": [Path(word).name for word in sys.argv],

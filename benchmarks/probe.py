@@ -8,6 +8,18 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from typing import Any
+
+
+def kernels_of_a_step(few: Counter[str], many: Counter[str], steps: int) -> dict[str, Any]:
+    """Kernels and copies of one step, from what two runs ran of which one has `steps` more."""
+    by_name = {name: (many[name] - few[name]) / steps for name in sorted(many)}
+    copies = sum(v for n, v in by_name.items() if n.startswith(("Memcpy", "Memset")))
+    return {
+        "kernels": sum(by_name.values()) - copies,
+        "copies": copies,
+        "by_name": {n: v for n, v in by_name.items() if v},
+    }
 
 
 class Probe:

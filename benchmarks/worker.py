@@ -28,6 +28,7 @@ import psutil
 
 from benchmarks.loads import SHARES, Load, loads_of
 from benchmarks.models import model_config, write_model
+from benchmarks.probe import kernels_of_a_step
 
 # Output tokens of the two profiled requests: what the second has more is a number of steps.
 FEW, MANY = 8, 24
@@ -192,13 +193,7 @@ class Engine:
             ask = {"silent": False, "all": True}.get(mode)
             count(ask, FEW)  # warms up
             few, many = count(ask, FEW), count(ask, MANY)
-            by_name = {n: (many[n] - few[n]) / (MANY - FEW) for n in sorted(many)}
-            copies = sum(v for n, v in by_name.items() if n.startswith(("Memcpy", "Memset")))
-            steps[mode] = {
-                "kernels": sum(by_name.values()) - copies,
-                "copies": copies,
-                "by_name": {n: v for n, v in by_name.items() if v},
-            }
+            steps[mode] = kernels_of_a_step(few, many, MANY - FEW)
         self.llm.collective_rpc("probe_profile_start")
         time.sleep(1.0)
         idle = sum(self.llm.collective_rpc("probe_profile_stop")[0].values())

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
-# gpt-oss-20b with fewer layers and a small vocabulary.
-GPT_OSS: dict[str, Any] = {
+GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
     "attention_bias": True,
-    "eos_token_id": 3,
+    "eos_token_id": 200002,
     "head_dim": 64,
     "hidden_act": "silu",
     "hidden_size": 2880,
+    "initial_context_length": 4096,
     "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "max_position_embeddings": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
     "num_attention_heads": 64,
     "num_experts_per_tok": 4,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 24,
     "num_key_value_heads": 8,
     "num_local_experts": 32,
-    "pad_token_id": 0,
+    "pad_token_id": 199999,
     "quantization_config": {
         "modules_to_not_convert": [
             "model.layers.*.self_attn",
@@ -44,6 +44,18 @@ GPT_OSS: dict[str, Any] = {
     "rope_theta": 150000,
     "sliding_window": 128,
     "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
+    "vocab_size": 201088,
+}
+
+# With fewer layers and a small vocabulary.
+GPT_OSS: dict[str, Any] = {
+    **GPT_OSS_20B,
+    "eos_token_id": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 4096,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
     "vocab_size": 1024,
 }

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from examples.trainer.client import Rows, decode_rows
 
@@ -38,18 +38,22 @@ _LEVEL = re.compile(r"^[A-Z]+ \d\d-\d\d [\d:]+ \[[^]]*\] ?")
 # last line.
 Progress = Callable[[float, str], None]
 
-# What every vLLM of the demo runs with.
-ENVIRONMENT: dict[str, str] = {
+# What every vLLM runs with: quietly, and without a network.
+QUIET: dict[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # vLLM compiles one small sampling function even with --enforce-eager: 10 to 25 s, most
-    # of it spent asking a C++ compiler, which need not be there, for its vector units.
-    "TORCH_COMPILE_DISABLE": "1",
     "PYTHONUNBUFFERED": "1",
     "VLLM_LOGGING_COLOR": "0",
     "NO_COLOR": "1",
+}
+# What every vLLM of the demo runs with.
+ENVIRONMENT: dict[str, str] = {
+    **QUIET,
+    # vLLM compiles one small sampling function even with --enforce-eager: 10 to 25 s, most
+    # of it spent asking a C++ compiler, which need not be there, for its vector units.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 # The smallest engine that still shows everything: eager, and little memory.
@@ -92,25 +96,35 @@ class Kept:
     when the caller does, however that comes about. A context manager."""
 
     def __init__(
-        self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        common: Mapping[str, str] = ENVIRONMENT,
+        cwd: Path | None = None,
     ) -> None:
         """Prepare; entering the context starts it.
 
         Args:
             command: program and arguments.
             log: file for its output, overwritten.
-            env: variables on top of this process's own and of `ENVIRONMENT`.
+            env: variables on top of this process's own and of `common`.
+            common: what every such process runs with.
+            cwd: its working folder, if another than this process's.
         """
         self.command = list(command)
         self.log = log
-        self.env = {**os.environ, **ENVIRONMENT, **(env or {})}
+        self.env = {**os.environ, **common, **(env or {})}
+        self.cwd = cwd
         self._keeper: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(KEEPER), *self.command],
+                cwd=self.cwd,
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -128,18 +142,28 @@ class Kept:
     ) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        """The keeper's id: all others are its descendants."""
+        assert self._keeper is not None, "not started"
+        return self._keeper.pid
+
     def poll(self) -> int | None:
         """The command's exit status once it and all it started have ended, else None."""
         assert self._keeper is not None, "not started"
         return self._keeper.poll()
 
+    def let_go(self) -> None:
+        """Ask it to end, with everything it started, and do not wait."""
+        if self._keeper is not None and self._keeper.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._keeper.stdin.close()  # the keeper's sign to end everything
+
     def stop(self) -> None:
         """End it and everything it started; returns when all of it is gone."""
         if self._keeper is None:
             return
-        assert self._keeper.stdin is not None
-        with contextlib.suppress(OSError):
-            self._keeper.stdin.close()  # the keeper's sign to end everything
+        self.let_go()
         self._keeper.wait()
         self._keeper = None
 
@@ -212,7 +236,7 @@ class Server(Kept):
         command += [*ARGUMENTS, *args, "--host=127.0.0.1", f"--port={self.port}"]
         super().__init__(command, log, env)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         super().__enter__()
         try:
             self._wait_until_ready()
