@@ -4,10 +4,10 @@
     python tests/gpu/eplb_two_gpus.py --out DIR
 
 Each rank is an offline engine in a process of its own, on a small random checkpoint with spread
-routers, in float32: where experts are placed decides in which order two GPUs' sums are added,
-which in bfloat16 would be enough to route a token otherwise. Both modes get the same prompts, all
-at once, so their batches are the same. Then rank 0's worker thread is killed, and both ranks'
-engines must raise its error and end.
+routers, in float32 without TF32: where experts are placed decides in which order two GPUs' sums are
+added, which in bfloat16 would be enough to route a token otherwise. Both modes get the same
+prompts, all at once, so their batches are the same. Then rank 0's worker thread is killed, and both
+ranks' engines must raise its error and end.
 
 `--device cpu` rehearses all of it: vLLM has no EPLB there, so one of other weights stands beside
 the model, and its rebalances change nothing of the outputs.
@@ -43,6 +43,8 @@ from examples.demo.server import Kept  # noqa: E402
 
 WORLD_SIZE = 2
 NUM_EXPERTS = 64
+REDUNDANT_EXPERTS = 4
+INTERMEDIATE_SIZE = 128
 STAND_IN_LAYERS = 2
 LEAST_REBALANCES = 4
 LEAST_EQUAL_SEQUENCES = 0.97
@@ -78,7 +80,7 @@ def eplb_config(args: argparse.Namespace) -> dict[str, Any]:
         "use_async": True,
         "step_interval": args.step_interval,
         "window_size": max(1, args.step_interval // 2),
-        "num_redundant_experts": 4,
+        "num_redundant_experts": REDUNDANT_EXPERTS,
         "communicator": args.communicator,
     }
 
@@ -110,6 +112,20 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def choose_tiles(folder: Path) -> None:
+    """One choice for all batches and both numbers of local experts: then sums over weights have
+    one order. Small, since float32 that is not TF32 is multiplied without tensor cores."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
+
+    tiles = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
+    tiles |= {"SPLIT_K": 1, "num_warps": 4, "num_stages": 2}
+    folder.mkdir(exist_ok=True)
+    for experts in (NUM_EXPERTS, NUM_EXPERTS + REDUNDANT_EXPERTS):
+        name = get_config_file_name(experts // WORLD_SIZE, INTERMEDIATE_SIZE, "float32")
+        (folder / name).write_text(json.dumps({"1": tiles}))
+    os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(folder)
+
+
 def generate(llm: Any, args: argparse.Namespace, round_: int) -> list[Any]:
     from vllm import SamplingParams
 
@@ -123,6 +139,7 @@ def run_rank(args: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(60 * args.minutes, exit=True)
     from vllm import LLM
 
+    choose_tiles(args.out / f"tiles-{args.mode}-{args.rank}")
     start = time.monotonic()
     llm = LLM(str(args.checkpoint), **engine_options(args))
     found: dict[str, Any] = {"start_s": round(time.monotonic() - start, 1)}
@@ -290,7 +307,7 @@ def main() -> int:
         head_dim=64,
         num_experts=NUM_EXPERTS,
         num_experts_per_tok=8,
-        moe_intermediate_size=128,
+        moe_intermediate_size=INTERMEDIATE_SIZE,
     )
     result: dict[str, Any] = {}
     for mode in ("off", "on"):
