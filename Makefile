@@ -139,9 +139,9 @@ bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small 
 		$(or $(ARGS),--engine pristine:off --engine patched:off --engine patched:opt-in)
 
 .PHONY: bench-latency
-bench-latency: $(INSTALLED) $(PRISTINE) ## What big answers cost others' streams over HTTP (ARGS=... chooses)
+bench-latency: $(INSTALLED) $(PRISTINE) ## What rows cost streams over HTTP, servers in turns (ARGS=... chooses)
 	@exec $(PY) benchmarks/latency.py --out build/bench/latency --build pristine=build/pristine/site --build patched= \
-		$(or $(ARGS),--server patched:opt-in --requests 16 --layers 48 --kv-gib 3)
+		$(or $(ARGS),--server pristine:off --server pristine:on --server patched:off --server patched:opt-in --kv-gib 0.5 --together)
 
 ##@ Work on the series
 

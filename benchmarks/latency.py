@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others' big answers cost a stream: inter-token latency over HTTP.
+"""What rows cost a stream: inter-token latency over HTTP.
 
-    python benchmarks/latency.py --out OUT --build patched=env-patched.sh --server patched:opt-in
+    python benchmarks/latency.py --out OUT --build pristine=env-pristine.sh \\
+        --build patched=env-patched.sh --server pristine:off --server pristine:on \\
+        --server patched:off --server patched:opt-in
+    python benchmarks/latency.py --out OUT --build patched=env-patched.sh --server patched:opt-in \\
+        --requests 64
 
-Silent streams decode. Then a burst of requests is admitted in one step (the server is paused while
-they come in), runs along, and ends in one step; when they ask, each answer brings the rows of its
-whole sequence. Their prompts lie in the prefix cache, with rows, so a burst is seconds long. Rounds
-alternate between bursts that ask and bursts that do not, and between the servers, which are all
-alive; times between two chunks are compared. The streams and the burst are read by two processes.
+Without a burst, streams decode together; of an opt-in server none of them asks for rows, one in ten
+or all. Every label is compared with its build without the flag, and builds without it with the
+first of them.
+
+With a burst (`--requests`), silent streams decode. Then a burst of requests is admitted in one step
+(the server is paused while they come in), runs along, and ends in one step; when they ask, each
+answer brings the rows of its whole sequence. Their prompts lie in the prefix cache, with rows, so a
+burst is seconds long. Rounds alternate between bursts that ask and bursts that do not. The streams
+and the burst are read by two processes.
+
+All servers are alive and take turns within rounds; times between two chunks are compared by rounds.
 
 Records are appended to OUT/latency.jsonl; the report is OUT/latency.md and latency.json.
 """
@@ -39,11 +49,15 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.builds import Process, Variant, read_builds, read_variants
+from benchmarks.loads import SHARES, Load
 from benchmarks.models import MODELS, model_config, write_model
 from benchmarks.overhead import WORK, Failure, Gpu, Records, bare, end_orderly, tell
 from benchmarks.paired import compare
 from benchmarks.report import table, with_interval
 from examples.trainer.client import decode_rows
+
+# A server's name and a mode.
+Label = tuple[str, str]
 
 GENERATE = "/inference/v1/generate"
 # Chunks of every stream before the burst: the first are not looked at.
@@ -51,6 +65,7 @@ SKIPPED, ALONE = 8, 24
 # Seconds that the server is paused for the burst to come in, and that streams run on after it.
 COME_IN_S, AFTER_S = 1.0, 0.3
 BURST_HEAD = ["Server, burst", "Rounds", "Answers, MB", "Began within, ms", "Took, ms"]
+# Without a burst there is the first alone.
 PHASES = {
     "alone": "before the burst",
     "admitted": "the first four steps with it",
@@ -140,6 +155,7 @@ class Server:
 
     def __init__(self, variant: Variant, arguments: argparse.Namespace, model: Path) -> None:
         self.variant = variant
+        self.burst = bool(arguments.requests)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -180,8 +196,10 @@ class Server:
 
     @property
     def modes(self) -> list[str]:
-        """Who asks in the bursts it gets."""
-        return ["silent", "all"] if self.variant.flag == "opt-in" else [self.variant.flag]
+        """Who asks: of its streams, or in the bursts it gets."""
+        if self.variant.flag != "opt-in":
+            return [self.variant.flag]
+        return ["silent", "all"] if self.burst else list(SHARES)
 
 
 class Bench:
@@ -226,6 +244,39 @@ class Bench:
         """Put the burst's prompts into the prefix cache, with rows where the server has any."""
         self.burst(server, True if server.variant.flag == "opt-in" else None, 1)
         await self.burst_result()
+
+    async def streams(self, server: Server, mode: str) -> dict[str, Any]:
+        """Streams alone, from their beginning to their end; times in milliseconds."""
+        count, output = self.arguments.streams, self.arguments.output
+        prompts = np.random.default_rng(6).integers(10, self.vocab - 10, (count, 16)).tolist()
+        asks = Load(count, 16, output).asks(mode)
+        limits = httpx.Limits(max_connections=count)
+        async with httpx.AsyncClient(
+            base_url=server.url, limits=limits, timeout=self.left()
+        ) as client:
+
+            async def stream(prompt: list[int], ask: bool | None) -> tuple[list[float], int]:
+                arrivals: list[float] = []
+                size, rows = 0, False
+                body = body_of(prompt, output, ask, stream=True)
+                async with client.stream("POST", GENERATE, json=body) as answer:
+                    async for part in answer.aiter_raw():
+                        # A reader that was late gets several events at once.
+                        arrivals += [time.perf_counter()] * part.count(b"data: {")
+                        size += len(part)
+                        rows |= b'"routed_experts":"' in part
+                if answer.status_code != 200 or len(arrivals) < output:
+                    raise Failure(f"a stream got {answer.status_code}, {len(arrivals)} chunks")
+                if ask is not None and ask != rows:
+                    raise Failure(f"a stream that {'asked' if ask else 'did not ask'}: {rows=}")
+                return arrivals, size
+
+            told = await asyncio.gather(*map(stream, prompts, asks))
+        gaps = [np.diff(arrivals)[SKIPPED:output].tolist() for arrivals, _ in told]
+        return {
+            "gaps_ms": {"alone": [round(1e3 * gap, 3) for own in gaps for gap in own]},
+            "answers_mb": round(sum(size for _, size in told) / 1e6, 3),
+        }
 
     async def turn(self, server: Server, mode: str) -> dict[str, Any]:
         """One burst among the streams; times in milliseconds by phase."""
@@ -295,9 +346,27 @@ def quantiles(gaps: Sequence[float]) -> dict[str, float]:
     return {"p50": p50, "p99": p99, "max": most}
 
 
+def comparisons_of(labels: Sequence[Label]) -> list[tuple[str, Label, Label]]:
+    """What is compared with what: a name, a label and its reference."""
+    offs = {server.split()[0]: (server, mode) for server, mode in labels if mode == "off"}
+    found = [
+        (server, (server, "all"), (server, "silent"))
+        for server in dict.fromkeys(server for server, _ in labels)
+        if {(server, "all"), (server, "silent")} <= set(labels)
+    ]
+    for server, mode in labels:
+        reference = offs.get(server.split()[0])
+        if mode == "off":
+            # Builds without the flag, against the first of them.
+            reference = next(iter(offs.values()))
+        if reference is not None and reference != (server, mode):
+            found.append((f"{server}, {mode} / {reference[0]}", (server, mode), reference))
+    return found
+
+
 def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Quantiles by server and mode, by phase, over all rounds; and the ratios of `all` to
-    `silent` of one server, by rounds."""
+    """Quantiles by server and mode, by phase, over all rounds; and ratios by rounds: of `all` to
+    `silent` of one server, and of every label to its reference."""
     turns = [record for record in records if record["kind"] == "turn"]
     labels = list(dict.fromkeys((turn["server"], turn["mode"]) for turn in turns))
     by_label = {
@@ -309,26 +378,20 @@ def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found["milliseconds"][label] = {
             phase: quantiles([gap for turn in own for gap in turn["gaps_ms"][phase]])
             for phase in PHASES
-            if any(turn["gaps_ms"][phase] for turn in own)
+            if any(turn["gaps_ms"].get(phase) for turn in own)
         }
-    for server in dict.fromkeys(server for server, _ in labels):
-        if not {(server, "all"), (server, "silent")} <= set(labels):
-            continue
-        rounds: dict[tuple[int, int], dict[str, Any]] = {}
-        for turn in turns:
-            if turn["server"] == server:
-                rounds.setdefault((turn["start"], turn["round"]), {})[turn["mode"]] = turn
-        pairs = [r for r in rounds.values() if {"all", "silent"} <= set(r)]
+    rounds: dict[tuple[int, int], dict[Label, dict[str, list[float]]]] = {}
+    for turn in turns:
+        of_round = rounds.setdefault((turn["start"], turn["round"]), {})
+        of_round[turn["server"], turn["mode"]] = turn["gaps_ms"]
+    for name, label, reference in comparisons_of(labels):
+        pairs = [(r[label], r[reference]) for r in rounds.values() if {label, reference} <= set(r)]
         for phase in PHASES:
+            if not pairs or not all(gaps.get(phase) for pair in pairs for gaps in pair):
+                continue
             for quantile in ("p50", "p99"):
-                times = [
-                    [quantiles(pair[mode]["gaps_ms"][phase])[quantile] for pair in pairs]
-                    for mode in ("all", "silent")
-                    if all(pair[mode]["gaps_ms"][phase] for pair in pairs)
-                ]
-                if len(times) == 2 and pairs:
-                    key = f"{server}, {phase}, {quantile}"
-                    found["ratios"][key] = with_interval(compare(*times))
+                times = [[quantiles(pair[i][phase])[quantile] for pair in pairs] for i in (0, 1)]
+                found["ratios"][f"{name}, {phase}, {quantile}"] = with_interval(compare(*times))
     return found
 
 
@@ -338,6 +401,43 @@ def report_text(records: Sequence[dict[str, Any]]) -> str:
     starts = [record for record in records if record["kind"] == "start"]
     turns = [record for record in records if record["kind"] == "turn"]
     found = summarize(records)
+    where = (
+        f"vLLM {', '.join(starts[0]['versions'])}; {starts[0]['cores']} cores, "
+        f"{starts[0]['machine']}.\n"
+    )
+    commands = "```sh\n" + "\n".join("python " + " ".join(s["command"]) for s in starts) + "\n```\n"
+    ratios = [
+        "By rounds: the Hodges-Lehmann estimate of the ratio and the exact 95 % interval of "
+        "Wilcoxon's signed-rank test.\n",
+    ]
+    if not setup["requests"]:
+        return "\n".join(
+            [
+                f"# Streams that ask: {setup['model']} on {setup['device']}\n",
+                f"{setup['layers']} layers, dummy weights; {setup['streams']} streams of "
+                f"{setup['output']} tokens decode together; `silent`, `tenth`, `all`: how many of "
+                f"them ask for rows. {where}",
+                commands,
+                "Milliseconds between two chunks of a stream, over all rounds.\n",
+                table(
+                    ["Server, who asks", "Rounds", "p50", "p99", "Greatest", "Answers, MB"],
+                    [
+                        [
+                            label,
+                            len(own := [t for t in turns if label_of(t) == label]),
+                            *(f"{phases['alone'][name]:.2f}" for name in ("p50", "p99", "max")),
+                            f"{statistics.median(t['answers_mb'] for t in own):,.2f}",
+                        ]
+                        for label, phases in found["milliseconds"].items()
+                    ],
+                ),
+                *ratios,
+                table(
+                    ["Of what to what, quantile", "Costs"],
+                    [(k.replace(", alone", ""), v) for k, v in found["ratios"].items()],
+                ),
+            ]
+        )
     length = setup["prompt"] + setup["output"]
     rows = [
         [label, PHASES[phase], *(f"{q[name]:.1f}" for name in ("p50", "p99", "max"))]
@@ -346,7 +446,7 @@ def report_text(records: Sequence[dict[str, Any]]) -> str:
     ]
     bursts = []
     for label in found["milliseconds"]:
-        own = [t for t in turns if f"{t['server']}, {t['mode']}" == label]
+        own = [t for t in turns if label_of(t) == label]
         bursts.append(
             [label, len(own)]
             + [
@@ -360,21 +460,23 @@ def report_text(records: Sequence[dict[str, Any]]) -> str:
             f"{setup['model']} on {setup['device']}\n",
             f"{setup['layers']} layers, dummy weights; {setup['streams']} silent streams; "
             f"{setup['requests']} requests ({setup['prompt']:,} tokens in, cached; "
-            f"{setup['output']} out) are admitted in one step and end in one. vLLM "
-            f"{', '.join(starts[0]['versions'])}; {starts[0]['cores']} cores, "
-            f"{starts[0]['machine']}.\n",
-            "```sh\n" + "\n".join("python " + " ".join(s["command"]) for s in starts) + "\n```\n",
+            f"{setup['output']} out) are admitted in one step and end in one. {where}",
+            commands,
             "Milliseconds between two chunks of a stream, over all rounds; `all`: the burst asks "
             "for rows, else it does not.\n",
             table(["Server, burst", "When", "p50", "p99", "Greatest"], rows),
             "The burst, medians of the rounds: all answers together, the time between the first "
             "and the last answer's beginning, and from its admission until all was read.\n",
             table(BURST_HEAD, bursts),
-            "Asking against not asking, by rounds: the Hodges-Lehmann estimate of the ratio and "
-            "the exact 95 % interval of Wilcoxon's signed-rank test.\n",
+            *ratios,
             table(["Server, when, quantile", "Costs"], list(found["ratios"].items())),
         ]
     )
+
+
+def label_of(turn: dict[str, Any]) -> str:
+    """Server and mode of a turn."""
+    return f"{turn['server']}, {turn['mode']}"
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -390,11 +492,16 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--kv-gib", type=float, default=32.0, help="KV cache of a server, GiB")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=64, help="requests of the burst")
-    parser.add_argument("--prompt", type=int, default=3936, help="tokens in of each")
-    parser.add_argument("--output", type=int, default=64, help="tokens out of each")
+    parser.add_argument("--requests", type=int, default=0, help="of the burst; 0: there is none")
+    parser.add_argument("--prompt", type=int, default=3936, help="tokens in of each of them")
+    parser.add_argument(
+        "--output", type=int, default=64, help="tokens out of each of them, or of each stream"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
+    parser.add_argument(
+        "--together", action="store_true", help="start servers at once instead of in turn"
+    )
     parser.add_argument("--report-only", action="store_true", help="make the report anew")
     arguments = parser.parse_args(words)
     arguments.build = arguments.build or ["patched="]
@@ -462,11 +569,13 @@ def run(
     model = write_model(folder / "model", arguments.model, arguments.layers)
     servers = []
     for variant in read_variants(arguments.server, read_builds(arguments.build)):
-        server = Server(variant, arguments, model)
-        stack.enter_context(server.process)
+        servers.append(Server(variant, arguments, model))
+        stack.enter_context(servers[-1].process)
+        if not arguments.together:
+            servers[-1].wait(deadline)
+    for server in servers:
         server.wait(deadline)
-        servers.append(server)
-        tell(f"{variant.name} is ready")
+        tell(f"{server.variant.name} is ready")
     bench = Bench(arguments, pipe, deadline)
     number = len(records.of("start")) + 1
     versions = [httpx.get(s.url + "/version", timeout=10).json()["version"] for s in servers]
@@ -480,9 +589,10 @@ def run(
             "machine": f"{platform.machine()}, {psutil.virtual_memory().total / 2**30:.0f} GiB",
         }
     )
-    for server in servers:
-        asyncio.run(bench.warm_up(server))
-    tell("prompts are cached")
+    if arguments.requests:
+        for server in servers:
+            asyncio.run(bench.warm_up(server))
+        tell("prompts are cached")
     cost = 0.0
     last = max((turn["round"] for turn in records.of("turn")), default=0)
     # The first round warms up and is not recorded.
@@ -493,12 +603,17 @@ def run(
         began = time.monotonic()
         turns = [(server, mode) for server in servers for mode in server.modes]
         for server, mode in turns[::-1] if round_number % 2 else turns:
-            told = asyncio.run(bench.turn(server, mode))
-            ended = quantiles(told["gaps_ms"]["ended"] or [0.0])
+            if arguments.requests:
+                told = asyncio.run(bench.turn(server, mode))
+                when = "ended"
+            else:
+                told = asyncio.run(bench.streams(server, mode))
+                when = "alone"
+            seen = quantiles(told["gaps_ms"][when] or [0.0])
             tell(
                 f"{round_number} {server.variant.name}, {mode}: {told['answers_mb']:.1f} MB, "
-                f"began within {told['ended_within_ms']:.0f} ms, streams then p50 "
-                f"{ended['p50']:.1f}, p99 {ended['p99']:.1f}, greatest {ended['max']:.1f} ms"
+                f"{when}: p50 {seen['p50']:.1f}, p99 {seen['p99']:.1f}, greatest "
+                f"{seen['max']:.1f} ms"
             )
             if round_number > last:
                 records.add(

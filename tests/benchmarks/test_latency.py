@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.latency import PHASES, phases_of, report_text, summarize
+from benchmarks.latency import PHASES, comparisons_of, phases_of, report_text, summarize
 
 
 def test_gaps_belong_to_the_phase_in_which_they_begin() -> None:
@@ -57,3 +57,48 @@ def test_report_names_load_and_ratio() -> None:
     assert "4 requests of 100 tokens" in text
     assert "| patched opt-in, all | from its last steps until the last answer is read |" in text
     assert "| patched opt-in, ended, p50 | +0.00 % [+0.00, +0.00] |" in text
+
+
+STREAMS = [
+    ("pristine off", "off", 10.0),
+    ("pristine on", "on", 13.0),
+    ("patched off", "off", 10.0),
+    ("patched opt-in", "silent", 10.0),
+    ("patched opt-in", "tenth", 10.5),
+    ("patched opt-in", "all", 11.0),
+]
+
+
+def test_every_label_is_compared_with_its_build_without_the_flag() -> None:
+    labels = [(server, mode) for server, mode, _ in STREAMS]
+    assert {name: reference for name, _, reference in comparisons_of(labels)} == {
+        "patched opt-in": ("patched opt-in", "silent"),
+        "pristine on, on / pristine off": ("pristine off", "off"),
+        "patched off, off / pristine off": ("pristine off", "off"),
+        "patched opt-in, silent / patched off": ("patched off", "off"),
+        "patched opt-in, tenth / patched off": ("patched off", "off"),
+        "patched opt-in, all / patched off": ("patched off", "off"),
+    }
+
+
+def test_report_of_streams_without_a_burst() -> None:
+    setup, start, *_ = records_of(1)
+    turns = [
+        {
+            "kind": "turn",
+            "start": 1,
+            "round": number,
+            "server": server,
+            "mode": mode,
+            # Rounds that something slowed: ratios are taken within them.
+            "gaps_ms": {"alone": [gap * number] * 20},
+            "answers_mb": 1.5,
+        }
+        for number in range(1, 7)
+        for server, mode, gap in STREAMS
+    ]
+    text = report_text([{**setup, "requests": 0}, start, *turns])
+    assert "2 streams of 10 tokens" in text
+    assert "| patched opt-in, tenth | 6 | 36.75 | 63.00 | 63.00 | 1.50 |" in text
+    assert "| pristine on, on / pristine off, p99 | +30.00 % [+30.00, +30.00] |" in text
+    assert "| patched opt-in, all / patched off, p50 | +10.00 % [+10.00, +10.00] |" in text
