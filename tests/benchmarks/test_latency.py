@@ -97,8 +97,12 @@ def test_report_of_streams_without_a_burst() -> None:
         for number in range(1, 7)
         for server, mode, gap in STREAMS
     ]
+    # The first recorded round goes backwards.
+    turns[: len(STREAMS)] = turns[: len(STREAMS)][::-1]
+    start["versions"] = [f"{server} 1" for server in dict.fromkeys(s for s, _, _ in STREAMS)]
     text = report_text([{**setup, "requests": 0}, start, *turns])
     assert "2 streams of 10 tokens" in text
     assert "| patched opt-in, tenth | 6 | 36.75 | 63.00 | 63.00 | 1.50 |" in text
     assert "| pristine on, on / pristine off, p99 | +30.00 % [+30.00, +30.00] |" in text
+    assert "| patched off, off / pristine off, p50 | +0.00 % [+0.00, +0.00] |" in text
     assert "| patched opt-in, all / patched off, p50 | +10.00 % [+10.00, +10.00] |" in text
