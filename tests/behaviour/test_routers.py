@@ -80,6 +80,7 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
             super().__init__()
             self.layer_id = layer_id
             self.layer_name = f"model.layers.{layer_id}.mlp.experts"
+            self.is_sequence_parallel = False
             self.router = router
             self.top_k = router.top_k
             self.logical_num_experts = router.global_num_experts
