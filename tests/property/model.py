@@ -9,7 +9,7 @@ right by chance. The next token is a function of the sequence, so that drafts ca
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,16 @@ def next_token(tokens: Sequence[int]) -> int:
     return _hash(tokens) % VOCABULARY
 
 
+def propose(tokens: Sequence[int], is_right: Iterable[bool]) -> list[int]:
+    """Drafts of what follows `tokens`, each one right or wrong."""
+    tokens, drafts = list(tokens), []
+    for right in is_right:
+        token = next_token(tokens)
+        drafts.append(token if right else (token + 1) % VOCABULARY)
+        tokens.append(drafts[-1])
+    return drafts
+
+
 def true_row(tokens: Sequence[int], position: int, weights: int) -> np.ndarray:
     """(2 layers, 2 experts) uint16: the row of one position, told by its whole prefix."""
     value = _hash(tokens[: position + 1])
@@ -43,6 +53,11 @@ class Worker:
     weights: int = 0
     tokens: dict[str, list[int]] = field(default_factory=dict)
     asking: set[str] = field(default_factory=set)
+    # The worker makes the drafts itself, of which the scheduler knows the number only.
+    proposes: bool = False
+    draft_is_right: Sequence[bool] = ()
+    # How many tokens of each request were processed, less rejected drafts.
+    num_done: dict[str, int] = field(default_factory=dict)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Process the scheduled tokens; sample where the last known one is among them."""
@@ -57,6 +72,9 @@ class Worker:
         for req_id, position in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if req_id in cached.resumed_req_ids:
                 self.tokens[req_id] = list(cached.all_token_ids[req_id])
+            elif self.proposes:
+                # The scheduler counts drafts of a step on its way as accepted.
+                position = min(position, self.num_done[req_id])
             first_positions[req_id] = position
 
         req_ids = list(scheduled.num_scheduled_tokens)
@@ -67,6 +85,8 @@ class Worker:
             stop = start + scheduled.num_scheduled_tokens[req_id]
             known = self.tokens[req_id]
             drafts = scheduled.scheduled_spec_decode_tokens.get(req_id, [])
+            if self.proposes:
+                drafts = propose(known, self.draft_is_right[: len(drafts)])
             fed = [*known, *drafts]
             if req_id in asking:
                 rows += [true_row(fed, p, self.weights) for p in range(start, stop)]
@@ -78,6 +98,7 @@ class Worker:
                         break
                     output.append(next_token([*known, *output]))
                 known += output
+            self.num_done[req_id] = min(stop, len(known) - 1)
             sampled.append(output)
         return ModelRunnerOutput(
             req_ids=req_ids,

@@ -41,7 +41,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.routed_experts import ASK, START, get_routed_experts_start
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.property.model import MOE_LAYERS, VOCABULARY, Worker, next_token, true_row
+from tests.property.model import MOE_LAYERS, VOCABULARY, Worker, propose, true_row
 
 BLOCK = 4
 MAX_LEN = 48
@@ -62,10 +62,12 @@ class Setup:
     chunk: int = 7
     caching: bool = True
     sliding_window: bool = False
+    full_attention: bool = True
     priorities: bool = False
     connector: bool = False
-    # Ranks that hold a part of each block's KV, in a smaller block of their own.
-    context_parallel: int = 1
+    num_seqs: int = 6
+    # How many times the requests of a group that an operation asks for.
+    crowd: int = 1
 
 
 SETUPS = {
@@ -75,7 +77,13 @@ SETUPS = {
     "batch queue": Setup(depth=3),
     "asynchronous batch queue": Setup(asynchronous=True, depth=3),
     "drafts": Setup(drafts=3),
+    # The worker proposes the drafts, and the scheduler learns later which were right.
+    "asynchronous drafts": Setup(asynchronous=True, depth=2, drafts=3),
     "hybrid": Setup(sliding_window=True, num_blocks=24),
+    # A hit holds the blocks of the window only: those before it may be evicted meanwhile.
+    "window only": Setup(sliding_window=True, full_attention=False),
+    # More requests at a time than there is room for at first.
+    "crowd": Setup(num_blocks=160, chunk=40, num_seqs=40, crowd=8),
     # A request may be preempted in the pass that has scheduled it already.
     "priorities": Setup(priorities=True),
     "no prefix cache": Setup(caching=False),
@@ -112,17 +120,16 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.cache_config = MagicMock()
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.enable_prefix_caching = setup.caching
-    config.scheduler_config.max_num_seqs = 6
+    config.scheduler_config.max_num_seqs = setup.num_seqs
     config.scheduler_config.max_num_batched_tokens = setup.chunk
     config.scheduler_config.max_num_scheduled_tokens = setup.chunk
     config.scheduler_config.scheduler_reserve_full_isl = False
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.scheduler_config.policy = "priority" if setup.priorities else "fcfs"
-    config.parallel_config.decode_context_parallel_size = setup.context_parallel
-    block_size = BLOCK // setup.context_parallel
-    config.cache_config.block_size = block_size
-    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**shape))]
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = []
+    if setup.full_attention:
+        groups.append(KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)))
     if setup.sliding_window:
         groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=6)))
     kv_cache_config = KVCacheConfig(setup.num_blocks, [], groups)
@@ -139,6 +146,9 @@ def make_scheduler(setup: Setup) -> Scheduler:
         log_stats=False,
     )
     scheduler.num_lookahead_tokens = setup.drafts
+    if isinstance(scheduler, AsyncScheduler):
+        scheduler.num_spec_tokens = setup.drafts
+        scheduler._spec_token_placeholders = [-1] * setup.drafts
     if setup.connector:
         scheduler.connector = Connector()
     return scheduler
@@ -200,6 +210,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.scheduler = make_scheduler(self.setup)
+        self.worker.proposes = self.setup.asynchronous and self.setup.drafts > 0
         self.manager = self.scheduler.routed_experts_manager
 
     def add(
@@ -236,7 +247,7 @@ class Engine:
         self.scheduler.add_request(request)
 
     def add_group(self, prompt: list[int], max_tokens: int, size: int) -> None:
-        for _ in range(size):
+        for _ in range(size * self.setup.crowd):
             self.add(list(prompt), max_tokens)
 
     def add_turn(self, index: int, tail: list[int], max_tokens: int) -> None:
@@ -250,7 +261,8 @@ class Engine:
     def schedule(self, draft_is_right: list[bool]) -> None:
         if not self.scheduler.has_unfinished_requests():
             return
-        if self.setup.drafts:
+        self.worker.draft_is_right = draft_is_right
+        if self.setup.drafts and not self.worker.proposes:
             self._propose(draft_is_right)
         scheduled = self.scheduler.schedule()
         output = self.worker.execute(scheduled)
@@ -293,15 +305,9 @@ class Engine:
             first_row += count if asks else 0
 
     def _propose(self, draft_is_right: list[bool]) -> None:
-        drafts = []
         running = self.scheduler.running
-        for request in running:
-            tokens, proposed = list(request.all_token_ids), []
-            for is_right in draft_is_right[: self.setup.drafts]:
-                token = next_token(tokens)
-                proposed.append(token if is_right else (token + 1) % VOCABULARY)
-                tokens.append(proposed[-1])
-            drafts.append(proposed)
+        is_right = draft_is_right[: self.setup.drafts]
+        drafts = [propose(request.all_token_ids, is_right) for request in running]
         self.scheduler.update_draft_token_ids(
             DraftTokenIds([request.request_id for request in running], drafts)
         )
