@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "rows of steps before a resumption kept",
         MANAGER,
-        "if step.step_number < request.resumed_step:",
-        "if False:",
+        "if step.step_number >= request.resumed_step:",
+        "if True:",
     ),
     Mutant(
         "finished request not freed",
@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         "external KV taken unasked",
         MANAGER,
-        'if not params or not params.get("do_remote_prefill"):',
+        'if not isinstance(params, dict) or not params.get("do_remote_prefill"):',
         "if False:",
     ),
     Mutant(

@@ -65,6 +65,8 @@ class Setup:
     full_attention: bool = True
     priorities: bool = False
     connector: bool = False
+    # Ranks that hold a part of each block's KV, in a smaller block of their own.
+    context_parallel: int = 1
     num_seqs: int = 6
     # How many times the requests of a group that an operation asks for.
     crowd: int = 1
@@ -126,7 +128,10 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.scheduler_config.scheduler_reserve_full_isl = False
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.scheduler_config.policy = "priority" if setup.priorities else "fcfs"
-    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    config.parallel_config.decode_context_parallel_size = setup.context_parallel
+    block_size = BLOCK // setup.context_parallel
+    config.cache_config.block_size = block_size
+    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = []
     if setup.full_attention:
         groups.append(KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)))
