@@ -11,7 +11,8 @@ without rows pass as well.
 
 Both engines want `--enable-return-routed-experts`. The parameters that the prefill engine's KV
 connector answers with go to the decode engine. A connector that finds KV by its tokens answers
-none: the decode engine is told to receive what there is.
+none: the decode engine is told to receive what there is. Mooncake's connector wants a transfer id
+and an address from its proxy, which this one does not make.
 """
 
 from __future__ import annotations
