@@ -159,8 +159,8 @@ class Engine:
         if self.asks:
             output.routed_experts = RoutedExpertsLists(
                 req_ids=req_ids,
-                num_rows=num_rows,
-                positions=[end - n for end, n in zip(ends, num_rows, strict=True)],
+                num_rows=np.array(num_rows),
+                positions=np.array(ends) - num_rows,
                 # The worker's memory is its own in every step.
                 rows=self.pool[: sum(num_rows)].copy(),
                 moe_layers=tuple(range(LAYERS)),

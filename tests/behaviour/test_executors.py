@@ -31,7 +31,9 @@ def make_output(num_rows: int, dtype: Any) -> ModelRunnerOutput:
         req_ids=["a"],
         req_id_to_index={"a": 0},
         sampled_token_ids=[[7]],
-        routed_experts=RoutedExpertsLists(["a"], [num_rows], [0], rows.astype(dtype), MOE_LAYERS),
+        routed_experts=RoutedExpertsLists(
+            ["a"], np.array([num_rows]), np.array([0]), rows.astype(dtype), MOE_LAYERS
+        ),
     )
 
 

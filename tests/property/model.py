@@ -106,8 +106,8 @@ class Worker:
             sampled_token_ids=sampled,
             routed_experts=RoutedExpertsLists(
                 req_ids=asking,
-                num_rows=[scheduled.num_scheduled_tokens[req_id] for req_id in asking],
-                positions=[first_positions[req_id] for req_id in asking],
+                num_rows=np.array([scheduled.num_scheduled_tokens[req_id] for req_id in asking]),
+                positions=np.array([first_positions[req_id] for req_id in asking]),
                 rows=np.stack(rows),
                 moe_layers=MOE_LAYERS,
             )
