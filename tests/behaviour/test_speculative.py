@@ -2,7 +2,7 @@
 """Speculative decoding: rejected drafts leave no rows, and draft layers never appear.
 
 N-gram drafts come from the prompt; MTP drafts from a layer of the model's own that routes as
-well, one number behind the target's last. EAGLE shares MTP's code path.
+well, one number behind the target's last; EAGLE drafts from a model of its own, without a router.
 """
 
 from __future__ import annotations
@@ -100,7 +100,51 @@ def make_draft_layer(target: Path, path: Path) -> Path:
     return path
 
 
-SPECULATIVE = {
+def make_eagle(target: Path, directory: Path) -> tuple[Path, Path]:
+    """A copy of a checkpoint, and an EAGLE model of one Llama layer, which drafts what the copy
+    would say if its layers did little."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model, eagle = directory / "model", directory / "eagle"
+    model.mkdir()
+    for file in target.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= EMBEDDING_SCALE
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+    settings = json.loads((target / "config.json").read_text())
+    size, vocabulary = settings["hidden_size"], settings["vocab_size"]
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=size,
+        intermediate_size=size,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        vocab_size=vocabulary,
+        max_position_embeddings=settings["max_position_embeddings"],
+        attn_implementation="eager",
+    )
+    config.save_pretrained(eagle)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        layer = {
+            f"layers.0.{name}": tensor.normal_(std=0.02)
+            for name, tensor in LlamaDecoderLayer(config, 0).state_dict().items()
+            # The first layer of an EAGLE model has none.
+            if name != "input_layernorm.weight"
+        }
+    layer["layers.0.post_attention_layernorm.weight"] = torch.ones(size)
+    # What it sees is the token; the target's hidden state takes part a little.
+    layer["fc.weight"] = torch.cat([torch.eye(size), 0.1 * torch.eye(size)], dim=1)
+    save_file({k: t.contiguous() for k, t in layer.items()}, eagle / "model.safetensors")
+    return model, eagle
+
+
+SPECULATIVE: dict[str, dict[str, Any]] = {
     "ngram": {
         "method": "ngram",
         "num_speculative_tokens": 4,
@@ -108,6 +152,7 @@ SPECULATIVE = {
         "prompt_lookup_min": 1,
     },
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "eagle": {"method": "eagle", "num_speculative_tokens": 3},
 }
 
 
@@ -117,12 +162,14 @@ def speculating(
     checkpoint: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Speculating]:
+    config = SPECULATIVE[request.param]
+    model = checkpoint("glm4_moe") if request.param == "mtp" else checkpoint(mlp_only_layers=[1])
     if request.param == "mtp":
-        model = make_draft_layer(checkpoint("glm4_moe"), tmp_path_factory.mktemp("mtp") / "model")
-    else:
-        model = checkpoint(mlp_only_layers=[1])
-    options = {"speculative_config": SPECULATIVE[request.param], "disable_log_stats": False}
-    with running(model, **options) as llm:
+        model = make_draft_layer(model, tmp_path_factory.mktemp("mtp") / "model")
+    elif request.param == "eagle":
+        model, draft = make_eagle(model, tmp_path_factory.mktemp("eagle"))
+        config = {**config, "model": str(draft)}
+    with running(model, speculative_config=config, disable_log_stats=False) as llm:
         yield Speculating(model, llm)
 
 
