@@ -10,9 +10,10 @@ Streamed and not, for /inference/v1/generate, /v1/completions and /v1/chat/compl
 without rows pass as well.
 
 Both engines want `--enable-return-routed-experts`. The parameters that the prefill engine's KV
-connector answers with go to the decode engine. A connector that finds KV by its tokens answers
-none: the decode engine is told to receive what there is. Mooncake's connector wants a transfer id
-and an address from its proxy, which this one does not make.
+connector answers with, as NIXL's does, go to the decode engine, and are good for one prompt and one
+choice: requests for more get status 400. A connector that finds KV by its tokens answers none: the
+decode engine is told to receive what there is. Mooncake's connector wants a transfer id and an
+address from its proxy, which this one does not make.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ class Joiner:
             raise ProxyError(f"the prefill engine's answer cannot be read: {e}") from e
         self._prompts = [PromptRows.read(choice) for choice in choices]
         self._n = n
+        self.num_choices = n * len(choices)
         self._joined: set[int] = set()
         self._seen: set[int] = set()
 
@@ -205,6 +207,13 @@ def make_app(prefill: str, decode: str) -> FastAPI:
                 return _pass_on(first)
             prefilled = first.json()
             joiner = Joiner(prefilled, n)
+            if prefilled.get("kv_transfer_params") and joiner.num_choices > 1:
+                # They are those of the first prompt, and good for one reader.
+                return _error(
+                    400,
+                    f"the request is for {joiner.num_choices} choices, and the engines' KV "
+                    "connector hands the KV to one: send one request for each",
+                )
             sent = client.build_request(
                 "POST", decode + path, json=decode_body(body, prefilled), headers=headers
             )

@@ -238,6 +238,18 @@ def test_they_end_a_stream_with_an_error(case: str) -> None:
         generate(url, PROMPT, {"max_tokens": 3}, stream=True)
 
 
+@pytest.mark.parametrize("count", [{"n": 2}, {"prompt": [PROMPT, PROMPT]}])
+def test_kv_of_one_prompt_is_not_given_to_several_choices(count: dict[str, Any]) -> None:
+    choices = [choice(i, 0, 5, token_ids=SAMPLED[:1]) for i in range(len(count.get("prompt", [1])))]
+    prefill = prefilled(*choices, kv_transfer_params={"remote_block_ids": [1]})
+    decode = Engine({"choices": []})
+    with standing(prefill, decode) as url:
+        reply = post(url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 3, **count})
+    assert reply.status_code == 400
+    assert "for 2 choices" in reply.json()["error"]["message"]
+    assert not decode.sent
+
+
 def test_refusal_of_an_engine_is_passed_on() -> None:
     refusal = {"error": {"message": "max_tokens is -1", "code": 400}}
     for pair in (
