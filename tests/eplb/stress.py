@@ -9,6 +9,7 @@ does not wait. Threads and streams pause at random, in ways that a seed decides.
 - a layer's weights are what the map of the layer says, on every rank, after every step;
 - the device reads from the buffer what was last written for that layer, and nothing newer;
 - an error injected into one worker is raised by every rank's main thread in the same step;
+- finishing a rebalance at any moment, as before elastic EP scales, leaves none under way;
 - shutdown at any moment joins the worker;
 - nobody waits for ever: a schedule that takes too long ends the run, with all threads' stacks.
 """
@@ -151,6 +152,7 @@ class World:
     layers: int
     fail: tuple[int, str, int] | None  # rank, where, after how many calls
     stop: int | None  # stop after this many steps
+    finish: int | None  # finish the rebalance after this many steps
     ranks: list[Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -281,6 +283,8 @@ class Rank:
                 self.steps += 1
                 pause(self.rng)
                 self.state.step()
+                if self.steps == self.world.finish:
+                    self.finish()
                 if self.rng.random() < 0.2:
                     self.check()
             self.check()
@@ -289,6 +293,13 @@ class Rank:
         finally:
             pause(self.rng)
             self.state.shutdown()
+
+    def finish(self) -> None:
+        """As before elastic EP scales."""
+        self.state.finish_async_rearrangement()
+        if self.model_state.rebalanced or self.calls["before transfer"] != len(self.moved):
+            raise AssertionError("a rebalance is still under way")
+        self.check()
 
     def check(self) -> None:
         """What the device did, once it has done it."""
@@ -382,7 +393,8 @@ def run_schedule(seed: int) -> str:
         fail = (rng.randrange(size), where, rng.randint(1, most))
     elif kind == "stop":
         stop = rng.randrange(12)
-    world = World(size, seed, layers, fail, stop)
+    finish = rng.randrange(12) if rng.random() < 0.3 else None
+    world = World(size, seed, layers, fail, stop, finish)
     communicators = Communicator(world)
     world.ranks = [Rank(world, number, communicators) for number in range(size)]
     mains = [threading.Thread(target=rank.run, daemon=True) for rank in world.ranks]

@@ -51,6 +51,11 @@ MUTANTS = {
         "            if status >= 0:\n"
         "                all_reduce(flag, op=ReduceOp.MIN, group=cpu_group)\n",
     ),
+    "a rebalance is not finished": (
+        "eplb_state",
+        "            while eplb_model_state.rebalanced:\n",
+        "            if eplb_model_state.rebalanced:\n",
+    ),
     "a waiting worker is not woken": (
         "eplb_state",
         "        self.consumed_event.cancel()\n",
