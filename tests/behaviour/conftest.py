@@ -8,12 +8,16 @@ module. Requests that must not meet each other's cached prefixes use prompts of 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from examples.demo import oracle
@@ -77,6 +81,18 @@ def running(model: Path, **options: Any) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown()
 
 
+def run_example(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A program of `examples`, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", f"examples.{name}", "--out", str(out), *options],
+        cwd=Path(__file__).parents[2],
+        text=True,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+
+
 def random_prompt(seed: int, length: int) -> list[int]:
     """Token ids without the special ones."""
     return [int(t) for t in np.random.default_rng(seed).integers(4, 700, length)]
@@ -101,6 +117,24 @@ def assert_true_rows(
     assert comparison.agree == comparison.rows, comparison.disagreements[0]
     # Where ties are common, agreeing says little. One may occur in any sequence.
     assert comparison.ties <= 1 + comparison.decisions // 1000
+
+
+def compare_with_one_engine(
+    llm: LLM, model: Path, tokens: list[int], rows: npt.NDArray[Any], start: int = 0
+) -> oracle.Comparison:
+    """With the rows that this engine makes of the tokens, and with the oracle's: every row twice.
+    A tie of the router's scores may go either way."""
+    from vllm import SamplingParams
+
+    (output,) = llm.generate(as_prompts(tokens), SamplingParams(max_tokens=1), use_tqdm=False)
+    routes = oracle.route(model, tokens)
+    alone = output.outputs[0].routed_experts[:, list(routes.layers)]
+    alone_ids = np.sort(alone.transpose(1, 0, 2).astype(np.int64), axis=-1)
+    first, second = (
+        oracle.compare(rows, expected, start)
+        for expected in (replace(routes, ids=alone_ids), routes)
+    )
+    return first + second
 
 
 def assert_all_true(model: Path, outputs: list[RequestOutput]) -> None:

@@ -4,26 +4,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-
-def run_demo(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "examples.demo", "--out", str(out), *options],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
+from tests.behaviour.conftest import run_example
 
 
 def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
-    done = run_demo(tmp_path)
+    done = run_example("demo", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     agree = re.search(r"([\d,]+) of ([\d,]+) rows agree", done.stdout)
     assert agree
@@ -33,6 +20,6 @@ def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
 
 
 def test_demo_notices_one_flipped_id(tmp_path: Path) -> None:
-    done = run_demo(tmp_path, "--corrupt")
+    done = run_example("demo", tmp_path, "--corrupt")
     assert done.returncode != 0
     assert "disagree" in done.stdout + done.stderr

@@ -4,24 +4,27 @@ tokens and rows of one engine."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
 import pytest
 
-from examples.demo import oracle
 from examples.demo.server import Server
 from examples.disaggregated import engines, proxy
 from examples.trainer.client import Completion, generate
-from tests.behaviour.conftest import BLOCK, as_prompts, random_prompt, running
+from tests.behaviour.conftest import (
+    BLOCK,
+    as_prompts,
+    compare_with_one_engine,
+    random_prompt,
+    run_example,
+    running,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -82,20 +85,13 @@ def received(start: int, prompt: list[int]) -> dict[str, Any]:
 def assert_rows_of_one_engine(
     llm: LLM, model: Path, completion: Completion, start: int = 0
 ) -> None:
-    """Every row of these tokens; a tie of the router's scores may go either way."""
-    from vllm import SamplingParams
-
     tokens = [*completion.prompt, *completion.token_ids]
     assert completion.start == start
     assert completion.moe_layers == (0, 2, 3)
-    (output,) = llm.generate(as_prompts(tokens), SamplingParams(max_tokens=1), use_tqdm=False)
-    routes = oracle.route(model, tokens)
-    alone = output.outputs[0].routed_experts[:, list(routes.layers)]
-    alone_ids = np.sort(alone.transpose(1, 0, 2).astype(np.int64), axis=-1)
-    for expected in (replace(routes, ids=alone_ids), routes):
-        comparison = oracle.compare(completion.rows, expected, start)
-        assert comparison.agree == len(tokens) - 1 - start, comparison.disagreements[0]
-        assert comparison.ties <= 1 + comparison.decisions // 1000
+    assert len(completion.rows) == len(tokens) - 1 - start
+    comparison = compare_with_one_engine(llm, model, tokens, completion.rows, start)
+    assert comparison.agree == comparison.rows, comparison.disagreements[0]
+    assert comparison.ties <= 2 + comparison.decisions // 1000
 
 
 def test_joined_answers_have_the_tokens_and_rows_of_one_engine(
@@ -195,13 +191,6 @@ def test_bad_argument_is_refused_by_the_engine(pair: Pair) -> None:
 
 
 def test_program_finds_every_row_true(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.disaggregated", "--out", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        text=True,
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_example("disaggregated", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout

@@ -11,8 +11,6 @@ import base64
 import io
 import json
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from examples.demo.oracle import route
 from examples.trainer import client, mismatch, report
 from examples.trainer.client import Completion, RoutedExpertsError, decode_rows, join
 from examples.trainer.replay import OWN, ReplayError, pad_routes, replay
+from tests.behaviour.conftest import run_example
 
 PROMPT, SAMPLED = [5, 6, 7, 8], [9, 10, 11]
 LAYERS, TOP_K = 3, 2
@@ -661,14 +660,7 @@ def test_trainer_that_is_off_in_float32_fails() -> None:
 
 @pytest.mark.slow
 def test_whole_comparison_passes_and_draws(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.trainer", "--out", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        text=True,
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_example("trainer", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6,144 sampled tokens" in done.stdout
     assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")
