@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -230,7 +231,7 @@ class Server(Kept):
         self.checkpoint = str(checkpoint)
         self.timeout_s = timeout_s
         self.progress = progress
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.checkpoint]
         command += [*ARGUMENTS, *args, "--host=127.0.0.1", f"--port={self.port}"]
@@ -358,7 +359,12 @@ def read_answer(prompt: Sequence[int], reply: Mapping[str, Any]) -> Answer:
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def free_port() -> int:
+    """A loopback port that nobody uses now. Servers take theirs seconds later: it lies below
+    those that Linux gives to whoever asks for any."""
+    chance = random.SystemRandom()  # engines of this process seed the other one
+    while True:
+        port = chance.randrange(20000, 32768)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port

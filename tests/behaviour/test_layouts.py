@@ -8,32 +8,33 @@ import json
 import os
 import re
 import signal
-import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
-import numpy.typing as npt
 import psutil
 import pytest
 
 from examples.demo import oracle
-from examples.demo.server import Answer, Kept, Server
+from examples.demo.server import Answer, Kept, Server, free_port
 from examples.trainer import client
-from tests.behaviour.conftest import CHUNK, as_prompts, random_prompt, running
+from tests.behaviour.conftest import (
+    CHUNK,
+    as_prompts,
+    compare_with_one_engine,
+    random_prompt,
+    running,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 # One worker on each of two cores.
-BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-# Engines that are told of each other's address: else it is that of a network card.
-LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+BOTH_CORES = "0|1"
 # Less and more than a chunk; the last one begins like the one before it.
 LENGTHS = (1, 40, CHUNK, 3 * CHUNK + 5, 90, 7, 150, 2 * CHUNK)
 PROMPTS = [random_prompt(i, n) for i, n in enumerate(LENGTHS)]
@@ -56,8 +57,7 @@ def workers(model: Path, **options: Any) -> Iterator[LLM]:
     before = set(psutil.Process().children(recursive=True))
     envs.disable_envs_cache()  # an engine before this one may have filled it
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in BINDING.items():
-            patch.setenv(name, value)
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", BOTH_CORES)
         with running(model, **options) as llm:
             yield llm
     started = set(psutil.Process().children(recursive=True)) - before
@@ -73,10 +73,25 @@ def one_process(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+@pytest.fixture(scope="module", params=["tensor_parallel_size", "pipeline_parallel_size"])
+def two_workers(one_process: LLM, model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    # `one_process` first: its worker lives on.
+    with workers(model, **{request.param: 2}) as llm:
+        yield llm
+
+
+def serving(model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES) -> Server:
+    return Server(
+        model,
+        log=log,
+        args=["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}", *arguments],
+        env={
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            # Processes that tell each other their address: else it is that of a network card.
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )
 
 
 def params(asks: bool = True, **sampling: Any) -> Any:
@@ -115,13 +130,7 @@ def ask_all(server: Server) -> list[Answer]:
         return [*pool.map(ask, PROMPTS), *pool.map(ask, PROMPTS)]
 
 
-def rows_of_one_process(llm: LLM, tokens: list[int]) -> npt.NDArray[Any]:
-    (output,) = llm.generate(as_prompts(tokens), params(max_tokens=1), use_tqdm=False)
-    return output.outputs[0].routed_experts
-
-
 def assert_same_as_one_process(one_process: LLM, model: Path, answers: list[Answer]) -> None:
-    """Every row of these tokens; a tie of the router's scores may go either way."""
     total = oracle.Comparison()
     for answer in answers:
         tokens = [*answer.prompt, *answer.token_ids]
@@ -129,43 +138,70 @@ def assert_same_as_one_process(one_process: LLM, model: Path, answers: list[Answ
         assert answer.start == 0
         assert answer.moe_layers == (0, 2, 3)
         assert len(answer.rows) == len(tokens) - 1
-        routes = oracle.route(model, tokens)
-        alone = rows_of_one_process(one_process, tokens)[:, list(routes.layers)]
-        alone_ids = np.sort(alone.transpose(1, 0, 2).astype(np.int64), axis=-1)
-        for expected in (replace(routes, ids=alone_ids), routes):
-            total += oracle.compare(answer.rows, expected)
+        total += compare_with_one_engine(one_process, model, tokens, answer.rows)
     print(f"{total.rows // 2} rows, {total.excused} differences among ties")
     assert total.agree == total.rows, total.disagreements[0]
     # Where ties are common, agreeing says little.
     assert total.ties <= 2 + total.decisions // 1000
 
 
-@pytest.mark.parametrize(
-    "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"]
-)
-def test_rows_of_two_workers_are_those_of_one(
-    one_process: LLM, model: Path, layout: dict[str, int]
-) -> None:
-    with workers(model, **layout) as llm:
-        # The second time from the prefix cache.
-        answers = [*generate(llm, PROMPTS), *generate(llm, PROMPTS)]
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert len(scheduler.routed_experts_manager) == 0
+def asking(answers: list[Answer]) -> list[Answer]:
+    """Without those of the silent prompt, which must have no rows."""
     silent = answers[SILENT :: len(PROMPTS)]
-    assert [answer.rows for answer in silent] == [None, None]
-    asking = [a for i, a in enumerate(answers) if i % len(PROMPTS) != SILENT]
-    assert_same_as_one_process(one_process, model, asking)
+    assert [answer.rows for answer in silent] == [None] * len(silent)
+    return [a for i, a in enumerate(answers) if i % len(PROMPTS) != SILENT]
+
+
+def test_rows_of_two_workers_are_those_of_one(
+    one_process: LLM, model: Path, two_workers: LLM
+) -> None:
+    # The second time from the prefix cache.
+    answers = [*generate(two_workers, PROMPTS), *generate(two_workers, PROMPTS)]
+    scheduler = two_workers.llm_engine.engine_core.engine_core.scheduler
+    assert len(scheduler.routed_experts_manager) == 0
+    assert_same_as_one_process(one_process, model, asking(answers))
+
+
+def delay(llm: LLM, rank: int, seconds: float) -> None:
+    """Let this rank, and no other, begin and end every step so much too late."""
+
+    def set_delay(wrapper: Any) -> None:
+        worker = wrapper.worker
+        vars(worker).pop("execute_model", None)
+        if worker.rank != rank:
+            return
+        in_time = worker.execute_model
+
+        def execute_model(scheduler_output: Any) -> Any:
+            time.sleep(seconds)
+            output = in_time(scheduler_output)
+            time.sleep(seconds)
+            return output
+
+        worker.execute_model = execute_model
+
+    llm.collective_rpc(set_delay)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_is_late_changes_nothing(
+    one_process: LLM, model: Path, two_workers: LLM, rank: int
+) -> None:
+    """Others run ahead of it as far as they may."""
+    two_workers.reset_prefix_cache()
+    in_time = generate(two_workers, PROMPTS)
+    two_workers.reset_prefix_cache()
+    delay(two_workers, rank, seconds=0.02)
+    late = generate(two_workers, PROMPTS)
+    delay(two_workers, -1, seconds=0)
+    assert [a.token_ids for a in late] == [a.token_ids for a in in_time]
+    assert_same_as_one_process(one_process, model, asking(late))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("two_ranks") / "server.log"
-    arguments = [
-        "--data-parallel-size=2",
-        "--enable-return-routed-experts",
-        f"--max-num-batched-tokens={CHUNK}",
-    ]
-    with Server(model, log=log, args=arguments, env=BINDING) as server:
+    with serving(model, log, "--data-parallel-size=2") as server:
         yield server
 
 
@@ -202,10 +238,15 @@ def test_client_that_reads_slowly_gets_all_its_rows(
 
 
 @contextmanager
-def all_ready(servers: list[Server]) -> Iterator[None]:
-    """Servers that wait for each other while they start."""
-    with ThreadPoolExecutor(len(servers)) as pool, ExitStack() as stack:
-        list(pool.map(stack.enter_context, servers))
+def ready(first: Server, second: Server) -> Iterator[None]:
+    """Servers of ranks 0 and 1, which wait for each other while they start."""
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        started = pool.submit(stack.enter_context, first)
+        # vLLM gives up when this process takes 30 s, which two cores need for the servers alone.
+        while not started.done() and "Started DP Coordinator" not in first.log.read_text():
+            time.sleep(0.1)
+        stack.enter_context(second)
+        started.result()
         yield
 
 
@@ -218,19 +259,18 @@ def test_rows_of_ranks_behind_an_external_load_balancer_are_those_of_one_process
         "--data-parallel-size=2",
         "--data-parallel-address=127.0.0.1",
         f"--data-parallel-rpc-port={free_port()}",
-        "--enable-return-routed-experts",
-        f"--max-num-batched-tokens={CHUNK}",
     ]
     servers = [
-        Server(
+        serving(
             model,
-            log=tmp_path / f"{rank}.log",
-            args=[*arguments, f"--data-parallel-rank={rank}"],
-            env={**LOOPBACK, "VLLM_CPU_OMP_THREADS_BIND": str(rank)},
+            tmp_path / f"{rank}.log",
+            *arguments,
+            f"--data-parallel-rank={rank}",
+            cores=str(rank),
         )
         for rank in range(2)
     ]
-    with all_ready(servers):
+    with ready(*servers):
         # One rank alone, so that the other has no tokens of its own; then both.
         alone = [server.generate(PROMPTS[0], max_tokens=3) for server in servers]
         with ThreadPoolExecutor(len(servers)) as pool:
@@ -248,22 +288,15 @@ def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
         "--nnodes=2",
         "--master-addr=127.0.0.1",
         f"--master-port={free_port()}",
-        "--enable-return-routed-experts",
-        f"--max-num-batched-tokens={CHUNK}",
     ]
-    first = Server(
-        model,
-        log=tmp_path / "first.log",
-        args=[*arguments, "--node-rank=0"],
-        env={**LOOPBACK, "VLLM_CPU_OMP_THREADS_BIND": "0"},
-    )
-    second = Kept(
-        [*first.command[:-2], "--node-rank=1", "--headless"],
-        log=tmp_path / "second.log",
-        env={**LOOPBACK, "VLLM_CPU_OMP_THREADS_BIND": "1"},
-    )
-    with second, first as server:
-        answers = ask_all(server)
+
+    def node(rank: int, *more: str) -> Server:
+        log = tmp_path / f"{rank}.log"
+        return serving(model, log, *arguments, f"--node-rank={rank}", *more, cores=str(rank))
+
+    first, second = node(0), node(1, "--headless")
+    with Kept(second.command, second.log, second.env), first:
+        answers = ask_all(first)
     assert_same_as_one_process(one_process, model, answers)
 
 
