@@ -127,6 +127,16 @@ def test_rows_begin_behind_what_was_received_and_join(llm: LLM, model: Path, len
     assert_true_rows(model, prompt, completion)
 
 
+def test_received_tokens_may_lie_behind_cached_ones(llm: LLM, model: Path) -> None:
+    """These have rows, which a gap would part from the others."""
+    prompt = random_prompt(50, 4 * BLOCK + 5)
+    save(llm, prompt)
+    generate(llm, prompt[: 2 * BLOCK + 1], ways=[ASKS])
+    (output,) = generate(llm, prompt, ways=[RECEIVES])
+    assert output.num_cached_tokens == 4 * BLOCK
+    assert_true_rows(model, prompt, output.outputs[0], 4 * BLOCK)
+
+
 def test_one_step_receives_computes_and_is_silent(llm: LLM, model: Path) -> None:
     prompts = [random_prompt(seed, LENGTH + seed) for seed in range(30, 36)]
     saved = save(llm, *prompts)
