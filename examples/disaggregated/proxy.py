@@ -185,9 +185,15 @@ def make_app(prefill: str, decode: str) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # Engines are neighbours: no proxy of the environment's. They may think for long.
-        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10), trust_env=False) as c:
-            app.state.client = c
+        # Engines are neighbours: no proxy of the environment's. They may think for long, for
+        # many requests at once. A connection is not used again: vLLM closes it after a refusal
+        # without a word, which would fail the request after.
+        async with httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=10),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+        ) as client:
+            app.state.client = client
             yield
 
     app = FastAPI(lifespan=lifespan)

@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,31 +61,49 @@ def silent(index: int = 0) -> dict[str, Any]:
 
 @dataclass
 class Engine:
-    """Gives one answer to everything; a list is a stream of chunks."""
+    """Gives one answer to everything; a list is a stream of chunks. Its connections end with an
+    answer that does not say so, as vLLM's do with a refusal."""
 
     answer: Any
     status: int = 200
+    # Answers when so many are asking.
+    together: int = 1
     url: str = ""
     sent: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        barrier = threading.Barrier(self.together)
+
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            answered = False
+
             def do_POST(handler) -> None:
+                if handler.answered:
+                    handler.close_connection = True
+                    return
+                handler.answered = True
                 body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
                 self.sent.append({"path": handler.path, **body})
+                barrier.wait(60)
                 handler.send_response(self.status)
-                handler.end_headers()
                 chunks = self.answer if isinstance(self.answer, list) else [self.answer]
                 texts = [c if isinstance(c, str) else json.dumps(c) for c in chunks]
                 if chunks is self.answer:
                     texts = [f"data: {text}\n\n" for text in texts]
-                handler.wfile.write("".join(texts).encode())
+                content = "".join(texts).encode()
+                handler.send_header("Content-Length", str(len(content)))
+                handler.end_headers()
+                handler.wfile.write(content)
 
             def log_message(self, *args: Any) -> None:
                 pass
 
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        class Listener(ThreadingHTTPServer):
+            request_queue_size = 256
+
+        with Listener(("127.0.0.1", 0), Handler) as server:
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             self.url = f"http://127.0.0.1:{server.server_port}"
             try:
@@ -259,6 +278,21 @@ def test_refusal_of_an_engine_is_passed_on() -> None:
         with standing(*pair) as url:
             reply = ask(url)
         assert (reply.status_code, reply.json()) == (400, refusal)
+
+
+def test_engine_may_end_connections_without_a_word() -> None:
+    decode = Engine({"choices": [choice(0, 5, 7)]})
+    with standing(prefilled(), decode) as url:
+        assert [ask(url).status_code for _ in range(3)] == [200] * 3
+
+
+def test_many_requests_are_answered_at_once() -> None:
+    count = 120
+    prefill, decode = prefilled(), Engine({"choices": [choice(0, 5, 7)]})
+    prefill.together = count
+    with standing(prefill, decode) as url, ThreadPoolExecutor(count) as pool:
+        replies = list(pool.map(ask, [url] * count))
+    assert [reply.status_code for reply in replies] == [200] * count
 
 
 def test_engine_that_is_not_there_is_told() -> None:
