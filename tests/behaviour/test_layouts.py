@@ -162,40 +162,46 @@ def test_rows_of_two_workers_are_those_of_one(
     assert_same_as_one_process(one_process, model, asking(answers))
 
 
-def delay(llm: LLM, rank: int, seconds: float) -> None:
-    """Let this rank, and no other, begin and end every step so much too late."""
+@contextmanager
+def late(llm: LLM, rank: int, seconds: float) -> Iterator[None]:
+    """Each step of this rank begins and ends so much too late."""
 
-    def set_delay(wrapper: Any) -> None:
+    def slow_down(wrapper: Any) -> None:
         worker = wrapper.worker
-        vars(worker).pop("execute_model", None)
-        if worker.rank != rank:
-            return
-        in_time = worker.execute_model
+        worker.late_steps, in_time = 0, worker.execute_model
 
         def execute_model(scheduler_output: Any) -> Any:
+            worker.late_steps += 1
             time.sleep(seconds)
             output = in_time(scheduler_output)
             time.sleep(seconds)
             return output
 
-        worker.execute_model = execute_model
+        if worker.rank == rank:
+            worker.execute_model = execute_model
 
-    llm.collective_rpc(set_delay)
+    def speed_up(wrapper: Any) -> int:
+        vars(wrapper.worker).pop("execute_model", None)
+        return wrapper.worker.late_steps
+
+    llm.collective_rpc(slow_down)
+    yield
+    late_steps = llm.collective_rpc(speed_up)
+    assert [steps > 0 for steps in late_steps] == [rank == 0, rank == 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_is_late_changes_nothing(
     one_process: LLM, model: Path, two_workers: LLM, rank: int
 ) -> None:
-    """Others run ahead of it as far as they may."""
+    """The other runs ahead of it as far as it may."""
     two_workers.reset_prefix_cache()
     in_time = generate(two_workers, PROMPTS)
     two_workers.reset_prefix_cache()
-    delay(two_workers, rank, seconds=0.02)
-    late = generate(two_workers, PROMPTS)
-    delay(two_workers, -1, seconds=0)
-    assert [a.token_ids for a in late] == [a.token_ids for a in in_time]
-    assert_same_as_one_process(one_process, model, asking(late))
+    with late(two_workers, rank, seconds=0.02):
+        answers = generate(two_workers, PROMPTS)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in in_time]
+    assert_same_as_one_process(one_process, model, asking(answers))
 
 
 @pytest.fixture(scope="module")
