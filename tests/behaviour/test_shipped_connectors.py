@@ -103,9 +103,10 @@ def test_request_computes_what_the_connector_has(llm: LLM, model: Path) -> None:
 
 def test_silent_request_loads_it(llm: LLM) -> None:
     prompt = random_prompt(2, LENGTH)
-    save(llm, prompt)
+    (before,) = save(llm, prompt)
     (output,) = generate(llm, prompt, ways=[SILENT])
     assert output.num_cached_tokens == 3 * BLOCK
+    assert output.outputs[0].token_ids == before.outputs[0].token_ids
     assert output.outputs[0].routed_experts is None
 
 
