@@ -13,6 +13,7 @@ three ask for rows, and compares every row with two oracles:
   over more than +-10.
 
 A finished cell is one line of `cells.jsonl`; started again, the program skips cells that passed.
+What a host cannot run (GPUs, Ray, time) is "unverified".
 `layouts.md` is the table of all, `logs.txt` says what failed cells' engines said last. Cells share
 the GPUs: their models are small. The exit status counts failed cells.
 """
@@ -304,6 +305,10 @@ class Failed(Exception):
 
 class Refused(Exception):
     """The build refuses the layout at start."""
+
+
+class TooFewGpus(Exception):
+    """This host cannot run the cell."""
 
 
 def free_port(number: list[int] = [21000]) -> int:  # noqa: B006
@@ -667,6 +672,7 @@ class Run:
         scratch = self.work / name
         scratch.mkdir()
         try:
+            check_gpus(cell, self.arguments.device)
             if name.startswith("ray"):
                 check_ray()
             limit_s = min(self.arguments.cell_seconds, self.deadline - time.monotonic())
@@ -681,7 +687,7 @@ class Run:
             result["result"] = "ok"
         except Refused as e:
             result["result"] = f"refused: {e}"
-        except (ImportError, TimeoutError) as e:
+        except (TooFewGpus, ImportError, TimeoutError) as e:
             result["result"] = f"unverified: {e}"
         except Exception as e:
             kind = "" if isinstance(e, Failed) else f"{type(e).__name__}: "
@@ -736,7 +742,7 @@ class Run:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             tried = list(pool.map(lambda p: self.run(p[1], p[0], dtype), enumerate(first)))
         if "one" in first and tried[0]["result"] != "ok":
-            print("float32 does not run here: bfloat16, and no comparison with one GPU", flush=True)
+            print("no float32 of one GPU: bfloat16, and no comparison with it", flush=True)
             dtype = "bfloat16"
         rest = [n for n in names if n not in ("one", "one-bf16") and n not in done]
         with concurrent.futures.ThreadPoolExecutor(arguments.together) as pool:
@@ -764,6 +770,18 @@ class Run:
                 f"{r.get('rows', '-')} | {r.get('decisions', '-')} | {against} | {r['seconds']} |"
             )
         return "\n".join(lines) + f"\n\nStated margin: {MARGIN}.\n"
+
+
+def check_gpus(cell: Cell, device: str) -> None:
+    """See that this host can run the cell.
+
+    Raises:
+        TooFewGpus: it cannot.
+    """
+    import torch
+
+    if device == "cuda" and (count := torch.cuda.device_count()) < cell.gpus:
+        raise TooFewGpus(f"wants {cell.gpus} GPUs, this host has {count}")
 
 
 def check_ray() -> None:

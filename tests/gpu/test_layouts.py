@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -126,3 +127,14 @@ def test_chunks_of_sequence_parallel_ranks_are_joined(tmp_path: Path) -> None:
     gathered, _ = layouts.gather_logits(tmp_path)
     np.testing.assert_array_equal(gathered[0][1][4:7], logits[:3])
     assert np.isnan(gathered[0][1][:4]).all()
+
+
+def test_cell_that_wants_more_gpus_than_there_are_is_unverified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    arguments = argparse.Namespace(out=tmp_path / "out", minutes=1, device="cuda")
+    run = layouts.Run(arguments, tmp_path)
+    result = run.run("tp2", 0, "float32")["result"]
+    assert result == "unverified: wants 2 GPUs, this host has 1"
+    assert result in (tmp_path / "out" / "layouts.md").read_text()
