@@ -47,6 +47,8 @@ class Outcome:
         """How the message begins, without what differs from run to run."""
         text = " ".join(line.strip() for line in self.message.strip().splitlines()[:3])
         text = re.sub(r"0x[0-9a-f]+", "0x…", text)
+        # Of processes that end together, those whose end was seen first.
+        text = re.sub(r"(core proc\(s\)): \{.*?\}", r"\1: …", text)
         text = re.sub(r"(/[\w.@+-]+){2,}", "…", text)
         return re.sub(r"\d+", "#", text)[:200].strip()
 

@@ -174,6 +174,13 @@ def test_every_test_of_a_file_has_its_outcome(tmp_path: Path) -> None:
     assert found["test_skipped"].reason == "not here"
 
 
+def test_reason_leaves_out_which_processes_had_ended() -> None:
+    told = "Engine core initialization failed. Failed core proc(s): {}"
+    early, late = (Outcome(FAILED, told.format(names)) for names in ("{}", "{'EngineCore': 1}"))
+    assert early.reason == late.reason
+    assert "failed" in early.reason
+
+
 def test_a_finished_file_is_not_run_again(tmp_path: Path) -> None:
     first = run(tmp_path, "def test(): pass")
     assert run(tmp_path, "def test(): assert False") == first
