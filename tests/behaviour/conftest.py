@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,11 +47,22 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def terminate_elsewhere(context: Any) -> None:
+    """`zmq.Context.__del__` that does not wait in the thread of the garbage collector.
+
+    The queues of an engine that failed are garbage in a cycle. There the collector may come to a
+    context before its sockets, and the context waits for ever for them to be closed.
+    """
+    if not context._shadow and not context.closed:
+        threading.Thread(target=context.term, daemon=True).start()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
     """What every vLLM of the tests runs with; the engine core stays in this process, so
     that a failure shows its traceback."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zmq.Context.__del__", terminate_elsewhere)
         for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
             patch.setenv(name, value)
         yield
