@@ -479,3 +479,29 @@ def test_cached_prefix_is_used_with_decode_context_parallel() -> None:
         engine.on_the_way.append((scheduled, engine.worker.execute(scheduled)))
         engine.drain()
     engine.check()
+
+
+def test_step_from_before_a_resumption_replaces_no_row() -> None:
+    """It comes after the request was resumed behind a prefix that another one has computed further
+    meanwhile: too rare for random operations."""
+    engine = Engine(Setup(depth=5, num_blocks=80, chunk=2 * BLOCK))
+    scheduler = engine.scheduler
+    prompt = list(range(6 * BLOCK + 1))
+    engine.add(prompt, 3)
+    engine.schedule([])
+    (preempted,) = scheduler.running
+    scheduler.running.clear()
+    scheduler._preempt_request(preempted, 0.0)
+    scheduler.waiting.remove_request(preempted)
+    engine.add(prompt, 3)
+    engine.schedule([])
+    engine.schedule([])
+    (other,) = scheduler.running
+    scheduler.running.clear()
+    scheduler.waiting.prepend_request(preempted)
+    engine.schedule([])
+    scheduled, _ = engine.on_the_way[-1]
+    assert scheduled.scheduled_cached_reqs.num_computed_tokens == [4 * BLOCK]
+    scheduler.running.append(other)
+    engine.drain()
+    engine.check()
