@@ -50,7 +50,7 @@ OPTIONS: dict[str, Any] = {
 def terminate_elsewhere(context: Any) -> None:
     """`zmq.Context.__del__` that does not wait in the thread of the garbage collector.
 
-    The queues of an engine that failed are garbage in a cycle. There the collector may come to a
+    Queues of an engine that is gone may be garbage in a cycle. There the collector may come to a
     context before its sockets, and the context waits for ever for them to be closed.
     """
     if not context._shadow and not context.closed:
