@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make mutants`: break the scheduler-side code in named ways; the property test must notice each.
 
+    python -m tests.property.mutants [WORDS ...]    only mutants whose name has one of these words
+
 Works on a copy of the installed vLLM's Python files, so that nothing of the environment changes.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -163,8 +166,8 @@ MUTANTS = [
     Mutant(
         "outputs taken for those of the step in order",
         MANAGER,
-        "step.slots if req_ids == step.req_ids else",
-        "step.slots if len(req_ids) == len(step.req_ids) else",
+        "in_order = req_ids == step.req_ids",
+        "in_order = len(req_ids) == len(step.req_ids)",
     ),
     Mutant(
         "slot keeps the position of another request",
@@ -187,8 +190,14 @@ MUTANTS = [
     Mutant(
         "full block not begun anew",
         MANAGER,
-        "            self._begin[slot] = self._end[slot]\n",
-        "            pass\n",
+        "        self._begin[slots[ends_block]] = ends[ends_block]\n",
+        "",
+    ),
+    Mutant(
+        "rows of a failed load put where others belong",
+        MANAGER,
+        "if len(rows) > len(slots) or not applies.all():",
+        "if not applies.all():",
     ),
 ]
 
@@ -233,6 +242,13 @@ def survives(mutant: Mutant, package: Path) -> bool:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="only mutants whose name has one of these")
+    words = parser.parse_args().words
+    mutants = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    if not mutants:
+        names = ", ".join(mutant.name for mutant in MUTANTS)
+        parser.error(f"no mutant's name has {' or '.join(words)}; there are: {names}")
     console = Console()
     spec = find_spec("vllm")
     assert spec is not None
@@ -245,17 +261,17 @@ def main() -> int:
         shutil.copytree(installed, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         for library in installed.glob("*.so"):
             (package / library.name).symlink_to(library)
-        for mutant in MUTANTS:
+        for mutant in mutants:
             with console.status(mutant.name):
                 survived = survives(mutant, package)
             console.print(f"{'SURVIVED' if survived else 'noticed ':8}  {mutant.name}")
             survivors += [mutant.name] if survived else []
     if survivors:
         console.print(
-            f"{len(survivors)} of {len(MUTANTS)} mutants survived: {', '.join(survivors)}"
+            f"{len(survivors)} of {len(mutants)} mutants survived: {', '.join(survivors)}"
         )
         return 1
-    console.print(f"all {len(MUTANTS)} mutants noticed")
+    console.print(f"all {len(mutants)} mutants noticed")
     return 0
 
 

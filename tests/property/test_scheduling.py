@@ -70,27 +70,29 @@ class Setup:
     num_seqs: int = 6
     # How many times the requests of a group that an operation asks for.
     crowd: int = 1
+    # Of a block, in the array in which its rows are collected.
+    pages: int = 2
 
 
 SETUPS = {
     "synchronous": Setup(),
-    "asynchronous": Setup(asynchronous=True, depth=2),
+    "asynchronous": Setup(asynchronous=True, depth=2, pages=1),
     # Pipeline stages: several steps are on their way, also of a request that is preempted.
     "batch queue": Setup(depth=3),
     "asynchronous batch queue": Setup(asynchronous=True, depth=3),
-    "drafts": Setup(drafts=3),
+    "drafts": Setup(drafts=3, pages=1),
     # The worker proposes the drafts, and the scheduler learns later which were right.
     "asynchronous drafts": Setup(asynchronous=True, depth=2, drafts=3),
-    "hybrid": Setup(sliding_window=True, num_blocks=24),
+    "hybrid": Setup(sliding_window=True, num_blocks=24, pages=1),
     # A hit holds the blocks of the window only: those before it may be evicted meanwhile.
     "window only": Setup(sliding_window=True, full_attention=False),
     # More requests at a time than there is room for at first.
-    "crowd": Setup(num_blocks=160, chunk=40, num_seqs=40, crowd=8),
+    "crowd": Setup(num_blocks=160, chunk=40, num_seqs=40, crowd=8, pages=1),
     # A request may be preempted in the pass that has scheduled it already.
     "priorities": Setup(priorities=True),
     "no prefix cache": Setup(caching=False),
     "decode context parallel": Setup(context_parallel=2),
-    "KV connector": Setup(connector=True, num_blocks=40),
+    "KV connector": Setup(connector=True, num_blocks=40, pages=1),
     "KV connector, no prefix cache": Setup(connector=True, num_blocks=40, caching=False),
 }
 
@@ -102,12 +104,9 @@ def block_hashes() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def two_are_many() -> Iterator[None]:
-    """The few requests here are handled by arrays, unless there is only one, and the small
-    blocks have several pages."""
-    module = "vllm.v1.core.routed_experts_manager."
+    """The few requests here are handled by arrays, unless there is only one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module + "FEW_REQUESTS", 1)
-        patch.setattr(module + "_MAX_PAGE_SIZE", BLOCK // 2)
+        patch.setattr("vllm.v1.core.routed_experts_manager.FEW_REQUESTS", 1)
         yield
 
 
@@ -142,14 +141,16 @@ def make_scheduler(setup: Setup) -> Scheduler:
     scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, config)
     assert scheduler_block == BLOCK
     scheduler_class = AsyncScheduler if setup.asynchronous else Scheduler
-    scheduler = scheduler_class(
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=scheduler_block,
-        hash_block_size=hash_block,
-        log_stats=False,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.core.routed_experts_manager._MAX_PAGE_SIZE", BLOCK // setup.pages)
+        scheduler = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=scheduler_block,
+            hash_block_size=hash_block,
+            log_stats=False,
+        )
     scheduler.num_lookahead_tokens = setup.drafts
     if isinstance(scheduler, AsyncScheduler):
         scheduler.num_spec_tokens = setup.drafts
