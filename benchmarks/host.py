@@ -5,7 +5,8 @@
 
 vLLM's own scheduler, message encoding, socket and output processor, with made-up tokens and random
 rows of DeepSeek-V3's shape: 61 layers, top-8, a byte an id. Two engines take turns, step by step:
-in one every request is silent, in the other all ask, so that the difference is what rows cost. Two
+in one every request is silent, in the other all ask, so that the difference is what rows cost. As
+in vLLM, each front end is a process of its own, which gets the messages through a socket. Two
 loads: 1,024 running requests that decode, and 64 requests of 4,000 tokens that finish in one step.
 Milliseconds are of the thread's processor time, so that a busy machine disturbs little; `silent` is
 what a step costs anyway.
@@ -16,12 +17,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import platform
-import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -47,7 +50,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 LAYERS, TOP_K, EXPERTS = 61, 8, 256
 BLOCK = 16
-PARTS = ("schedule", "update", "encode", "send", "decode", "process")
+PARTS = ("schedule", "update", "encode", "send", "receive", "decode", "process")
+WAYS = {"scheduler": PARTS[:2], "to the front end": PARTS[2:]}
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Load:
 
 
 LOADS = (
-    Load("decode", requests=1024, prompt=64, output=128),
+    Load("decode", requests=1024, prompt=64, output=256),
     Load("finish at once", requests=64, prompt=3_000, output=1_000),
 )
 
@@ -98,50 +102,91 @@ def make_scheduler(load: Load) -> Scheduler:
     )
 
 
+def make_requests(load: Load, asks: bool) -> Iterator[EngineCoreRequest]:
+    rng = np.random.default_rng(int(asks))
+    for index in range(load.requests):
+        yield EngineCoreRequest(
+            request_id=str(index),
+            external_req_id=str(index),
+            prompt_token_ids=rng.integers(0, 1000, load.prompt).tolist(),
+            mm_features=None,
+            sampling_params=SamplingParams(
+                max_tokens=load.output,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={ASK: asks, START: 0},
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+
+
+def front_end(load: Load, asks: bool, address: str, parent: Connection) -> None:
+    """A process that reads an engine's messages until all requests have finished. Tells its parent
+    after each one the seconds of its parts."""
+    processor = OutputProcessor(tokenizer=None, log_stats=False)
+    for request in make_requests(load, asks):
+        processor.add_request(request, None)
+    decoder = MsgpackDecoder(EngineCoreOutputs)
+    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket.connect(address)
+    clock = time.thread_time
+    parent.send({})
+    gc.disable()
+    finished = 0
+    while finished < load.requests:
+        socket.poll()
+        begin = clock()
+        frames = socket.recv_multipart(copy=False)
+        received = clock()
+        message: EngineCoreOutputs = decoder.decode(frames)
+        decoded = clock()
+        outputs = processor.process_outputs(message.outputs, routed_experts=message.routed_experts)
+        processed = clock()
+        for output in outputs.request_outputs:
+            rows = output.outputs[0].routed_experts
+            expected = load.prompt + load.output - 1 if asks else None
+            assert (None if rows is None else len(rows)) == expected
+            finished += 1
+        parent.send(
+            {
+                "receive": received - begin,
+                "decode": decoded - received,
+                "process": processed - decoded,
+            }
+        )
+
+
 @dataclass
 class Engine:
-    """Scheduler, socket and front end, with a worker that makes tokens and rows up."""
+    """Scheduler and socket, with a worker that makes tokens and rows up, and its front end."""
 
     load: Load
     asks: bool
     pool: np.ndarray
+    folder: Path
     steps: list[dict[str, float]] = field(default_factory=list)
-    finished: int = 0
 
     def __post_init__(self) -> None:
+        address = f"ipc://{self.folder}/{'asking' if self.asks else 'silent'}"
+        self.socket = zmq.Context.instance().socket(zmq.PUSH)
+        self.socket.bind(address)
+        self.front_end, end = multiprocessing.get_context("spawn").Pipe()
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=front_end, args=(self.load, self.asks, address, end), daemon=True
+        )
+        self.process.start()
+        end.close()
         self.scheduler = make_scheduler(self.load)
-        self.front_end = OutputProcessor(tokenizer=None, log_stats=False)
         self.encoder = MsgpackEncoder()
-        self.decoder = MsgpackDecoder(EngineCoreOutputs)
-        self.context = zmq.Context()
-        self.push, self.pull = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
-        self.pull.bind("inproc://outputs")
-        self.push.connect("inproc://outputs")
         hasher = get_request_block_hasher(BLOCK, sha256_cbor)
-        rng = np.random.default_rng(int(self.asks))
-        for index in range(self.load.requests):
-            prompt = rng.integers(0, 1000, self.load.prompt).tolist()
-            params = SamplingParams(
-                max_tokens=self.load.output,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={ASK: self.asks, START: 0},
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            request = EngineCoreRequest(
-                request_id=str(index),
-                external_req_id=str(index),
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-            self.front_end.add_request(request, None)
+        for request in make_requests(self.load, self.asks):
             self.scheduler.add_request(Request.from_engine_core_request(request, hasher))
+        self.front_end.recv()
 
     def work(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """What the model runner returns. Not timed."""
@@ -156,13 +201,15 @@ class Engine:
                 [7] if end >= r.num_tokens else [] for r, end in zip(requests, ends, strict=True)
             ],
         )
+        # The worker's memory is its own in every step. Both engines' workers use some, so that
+        # they leave as much in the processor's cache.
+        rows = self.pool[: sum(num_rows)].copy()
         if self.asks:
             output.routed_experts = RoutedExpertsLists(
                 req_ids=req_ids,
                 num_rows=np.array(num_rows),
                 positions=np.array(ends) - num_rows,
-                # The worker's memory is its own in every step.
-                rows=self.pool[: sum(num_rows)].copy(),
+                rows=rows,
                 moe_layers=tuple(range(LAYERS)),
             )
         return output
@@ -180,68 +227,59 @@ class Engine:
         outputs = self.scheduler.update_from_output(scheduled, result)
         took = {"schedule": marks[1] - marks[0], "update": clock() - begin}
         del result
-        took |= self.deliver(outputs.get(0) or EngineCoreOutputs())
+        begin = clock()
+        frames = self.encoder.encode(outputs.get(0) or EngineCoreOutputs())
+        encoded = clock()
+        self.socket.send_multipart(frames, copy=False)
+        took |= {"encode": encoded - begin, "send": clock() - encoded}
+        took |= self.front_end.recv()
         self.steps.append({part: 1e3 * seconds for part, seconds in took.items()})
         return True
-
-    def deliver(self, outputs: EngineCoreOutputs) -> dict[str, float]:
-        clock = time.thread_time
-        marks = [clock()]
-        frames = self.encoder.encode(outputs)
-        marks.append(clock())
-        self.push.send_multipart(frames, copy=False)
-        received = self.pull.recv_multipart(copy=False)
-        marks.append(clock())
-        decoded: EngineCoreOutputs = self.decoder.decode(received)
-        marks.append(clock())
-        processed = self.front_end.process_outputs(
-            decoded.outputs, routed_experts=decoded.routed_experts
-        )
-        marks.append(clock())
-        for output in processed.request_outputs:
-            rows = output.outputs[0].routed_experts
-            expected = self.load.prompt + self.load.output - 1 if self.asks else None
-            assert (None if rows is None else len(rows)) == expected
-            self.finished += 1
-        return dict(
-            zip(
-                PARTS[2:],
-                (after - before for before, after in pairwise(marks)),
-                strict=True,
-            )
-        )
 
 
 def measure(load: Load, seed: int) -> dict[str, Engine]:
     pool = np.random.default_rng(seed).integers(0, EXPERTS, (load.batch, LAYERS, TOP_K), np.uint8)
-    engines = {name: Engine(load, name == "asking", pool) for name in ("silent", "asking")}
-    gc.collect()
-    gc.disable()
-    going = True
-    while going:
-        # In turn, the first one changing: a slow moment meets both.
-        order = list(engines.values())[:: 1 if len(engines["silent"].steps) % 2 else -1]
-        stepped = [engine.step() for engine in order]
-        going = all(stepped)
-    gc.enable()
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {
+            name: Engine(load, name == "asking", pool, Path(folder))
+            for name in ("silent", "asking")
+        }
+        gc.collect()
+        gc.disable()
+        going = True
+        while going:
+            # In turn, the first one changing: a slow moment meets both.
+            order = list(engines.values())[:: 1 if len(engines["silent"].steps) % 2 else -1]
+            stepped = [engine.step() for engine in order]
+            going = all(stepped)
+        gc.enable()
     for engine in engines.values():
-        assert engine.finished == load.requests
+        # It ends when all requests have finished with their rows.
+        engine.process.join(60)
+        assert engine.process.exitcode == 0
+        engine.socket.close(0)
     return engines
 
 
 def summarize(load: Load, engines: dict[str, Engine]) -> dict[str, Any]:
-    """Milliseconds a decode step by part, median and mean, and those of the step that finishes."""
+    """Milliseconds a decode step, of each part and of the two ways: of both engines, and how much
+    more the asking one takes than the silent one at the same step. Last, the step that finishes."""
+    labels = {**{part: (part,) for part in PARTS}, **WAYS}
     record: dict[str, Any] = {"load": str(load)}
-    for name, engine in engines.items():
-        decode = engine.steps[-load.output + 2 : -1]
-        record[name] = {
-            part: {
-                "median": statistics.median(s[part] for s in decode),
-                "mean": statistics.mean(s[part] for s in decode),
-                "p99": float(np.percentile([s[part] for s in decode], 99)),
-                "last": engine.steps[-1][part],
-            }
-            for part in PARTS
+    for label, parts in labels.items():
+        silent, asking = (
+            np.array([sum(step[part] for part in parts) for step in engines[name].steps])
+            for name in ("silent", "asking")
+        )
+        decode = slice(-load.output + 2, -1)
+        more = (asking - silent)[decode]
+        record[label] = {
+            "silent": float(np.median(silent[decode])),
+            "asking": float(np.median(asking[decode])),
+            "more": float(np.median(more)),
+            "more_mean": float(np.mean(more)),
+            "p99": [float(np.percentile(ms[decode], 99)) for ms in (silent, asking)],
+            "last": [float(ms[-1]) for ms in (silent, asking)],
         }
     return record
 
@@ -254,25 +292,14 @@ def table(records: list[dict[str, Any]]) -> str:
             "| Part | Silent | Asking | Rows cost | On average | 99th percentile | The last step |",
             "| --- | --- | --- | --- | --- | --- | --- |",
         ]
-        sums = {
-            "scheduler": PARTS[:2],
-            "to the front end": PARTS[2:],
-        }
-        for label, parts in {**{p: (p,) for p in PARTS}, **sums}.items():
-            silent, asking = (
-                {
-                    key: sum(record[name][part][key] for part in parts)
-                    for key in ("median", "mean", "p99", "last")
-                }
-                for name in ("silent", "asking")
-            )
-            strong = "**" if label in sums else ""
+        for label in (*PARTS, *WAYS):
+            row = record[label]
+            strong = "**" if label in WAYS else ""
             lines.append(
-                f"| {strong}{label}{strong} | {silent['median']:.2f} | {asking['median']:.2f} "
-                f"| {strong}{asking['median'] - silent['median']:+.2f}{strong} "
-                f"| {asking['mean'] - silent['mean']:+.2f} "
-                f"| {silent['p99']:.2f}, {asking['p99']:.2f} "
-                f"| {silent['last']:.2f}, {asking['last']:.2f} |"
+                f"| {strong}{label}{strong} | {row['silent']:.2f} | {row['asking']:.2f} "
+                f"| {strong}{row['more']:+.2f}{strong} | {row['more_mean']:+.2f} "
+                f"| {row['p99'][0]:.2f}, {row['p99'][1]:.2f} "
+                f"| {row['last'][0]:.2f}, {row['last'][1]:.2f} |"
             )
         lines.append("")
     return "\n".join(lines)
@@ -294,8 +321,9 @@ def main() -> int:
             "# What rows cost the host\n\n"
             f"`{' '.join(Path(word).name for word in sys.argv)}`: {LAYERS} layers, top-{TOP_K}, "
             f"uint8; vllm {vllm.__version__}, Python {platform.python_version()}. Milliseconds a "
-            "step, the median over the decode steps, and what rows cost on average over them (in "
-            "some, all requests fill a block); two values are silent, asking.\n\n" + text
+            "step, the median over the decode steps; what rows cost is the difference of the two "
+            "engines at the same step, its median and its average (in some steps all requests fill "
+            "a block); two values are silent, asking.\n\n" + text
         )
         arguments.out.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
     return 0

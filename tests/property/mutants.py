@@ -136,8 +136,8 @@ MUTANTS = [
     Mutant(
         "garbage of drafts stored",
         MANAGER,
-        "        self._end[slots] = np.minimum(self._end[slots], ends)\n",
-        "        pass\n",
+        "        for i in np.flatnonzero(ends < self._page[slots]).tolist():\n",
+        "        return\n        for i in []:\n",
     ),
     Mutant(
         "page of a large block lost",
