@@ -136,19 +136,13 @@ MUTANTS = [
     Mutant(
         "garbage of drafts stored",
         MANAGER,
-        "        for i in np.flatnonzero(ends < self._page[slots]).tolist():\n",
-        "        return\n        for i in []:\n",
+        "        self._end[slots] = np.minimum(self._end[slots], ends)\n",
+        "        pass\n",
     ),
     Mutant(
         "page of a large block lost",
         MANAGER,
         "            self._chunks.setdefault(slot, []).append(self._pages[slot].copy())\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "rejected drafts stay in a full page",
-        MANAGER,
-        "            self._put(slots[i], begin, rows)\n",
         "            pass\n",
     ),
     Mutant(

@@ -510,7 +510,7 @@ def test_step_from_before_a_resumption_replaces_no_row() -> None:
 
 @pytest.mark.parametrize("name", ["drafts", "asynchronous drafts"])
 def test_rows_of_rejected_drafts_are_not_stored(name: str) -> None:
-    """A block is cached once its last token is known: before the true row has replaced a draft's."""
+    """A block is cached once its last token is known, while a draft's row may be in its place."""
     engine = Engine(SETUPS[name])
     engine.add([1, 2, 3], 12)
     while engine.scheduler.has_unfinished_requests():
