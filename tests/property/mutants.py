@@ -170,16 +170,10 @@ MUTANTS = [
         "            self._next[slot] = max(start, self._next[slot])\n",
     ),
     Mutant(
-        "rows taken twice",
+        "rows of the block before kept with a new one",
         MANAGER,
-        "        step.slots[index] = -1\n        self._next",
-        "        self._next",
-    ),
-    Mutant(
-        "row appended anywhere",
-        MANAGER,
-        "        applies &= self._end[slots] == positions\n",
-        "",
+        "            self._chunks.pop(slot, None)\n        for slot in slots[~ends_block]",
+        "            pass\n        for slot in slots[~ends_block]",
     ),
     Mutant(
         "full block not begun anew",

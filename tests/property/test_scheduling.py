@@ -27,6 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.routed_experts_store import RoutedExpertsStore
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -388,6 +389,18 @@ class Engine:
         if (store := self.manager.store) is not None:
             cached = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
             assert all(cached.get_one_block(key) is not None for key in store._entries)
+            for request in self.requests.values():
+                self.check_store(store, request)
+
+    def check_store(self, store: RoutedExpertsStore, request: Request) -> None:
+        """Every block of the request that is stored has the rows of its tokens."""
+        tokens = list(request.all_token_ids)
+        for index in range(len(tokens) // BLOCK):
+            block = store.get(request, index)
+            if block is None or block.rows is None:
+                continue
+            for position, row in enumerate(block.rows, index * BLOCK):
+                np.testing.assert_array_equal(row, true_row(tokens, position, self.worker.weights))
 
 
 # Few different tokens at few lengths: requests share prefixes often.
@@ -516,6 +529,22 @@ def test_rows_of_rejected_drafts_are_not_stored(name: str) -> None:
     while engine.scheduler.has_unfinished_requests():
         engine.schedule([False] * engine.setup.drafts)
         engine.deliver()
+    engine.add_turn(0, [1], 1)
+    engine.drain()
+    engine.check()
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("steps", range(1, 2 * BLOCK + 2))
+def test_request_that_is_left_alone_stores_its_blocks(steps: int, pages: int) -> None:
+    """Its rows came with others', by arrays, and now come one by one."""
+    engine = Engine(Setup(num_blocks=80, chunk=64, pages=pages))
+    for first in (1, 2):
+        engine.add(list(range(first, first + 2 * BLOCK)), 4 * BLOCK)
+    for _ in range(steps):
+        engine.schedule([])
+    engine.abort(1)
+    engine.drain()
     engine.add_turn(0, [1], 1)
     engine.drain()
     engine.check()
