@@ -175,8 +175,9 @@ class Engine:
         address = f"ipc://{self.folder}/{'asking' if self.asks else 'silent'}"
         self.socket = zmq.Context.instance().socket(zmq.PUSH)
         self.socket.bind(address)
-        self.front_end, end = multiprocessing.get_context("spawn").Pipe()
-        self.process = multiprocessing.get_context("spawn").Process(
+        spawn = multiprocessing.get_context("spawn")
+        self.front_end, end = spawn.Pipe()
+        self.process = spawn.Process(
             target=front_end, args=(self.load, self.asks, address, end), daemon=True
         )
         self.process.start()
