@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,17 +191,21 @@ MUTANTS = [
 ]
 
 
-def survives(mutant: Mutant, package: Path) -> bool:
-    """Whether the property test passes with the mutant in the package's copy."""
-    file = package / mutant.file
-    original = file.read_text()
+def survives(mutant: Mutant, installed: Path) -> bool:
+    """Whether the property test passes with the mutant in the vLLM package `installed`."""
+    original = (installed / mutant.file).read_text()
     if original.count(mutant.before) != 1:
         raise SystemExit(
             f"mutant '{mutant.name}': {mutant.file} has its line {original.count(mutant.before)} "
             "times, expected once; mend tests/property/mutants.py"
         )
-    file.write_text(original.replace(mutant.before, mutant.after))
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        # The distribution's metadata tells vLLM its platform and is found beside the original.
+        package = Path(folder) / "vllm"
+        shutil.copytree(installed, package, copy_function=os.symlink)
+        mutated = package / mutant.file
+        mutated.unlink()
+        mutated.write_text(original.replace(mutant.before, mutant.after))
         done = subprocess.run(
             [
                 sys.executable,
@@ -215,15 +220,13 @@ def survives(mutant: Mutant, package: Path) -> bool:
             cwd=ROOT,
             env={
                 **os.environ,
-                "PYTHONPATH": str(package.parent),
+                "PYTHONPATH": folder,
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "PROPERTY_EXAMPLES": os.environ.get("PROPERTY_EXAMPLES", "1500"),
             },
             capture_output=True,
             text=True,
         )
-    finally:
-        file.write_text(original)
     if done.returncode not in (0, 1):
         raise SystemExit(f"mutant '{mutant.name}': pytest failed\n{done.stdout}{done.stderr}")
     return done.returncode == 0
@@ -232,7 +235,11 @@ def survives(mutant: Mutant, package: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutants whose name has one of these")
-    words = parser.parse_args().words
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="mutants at a time (default: %(default)s)"
+    )
+    arguments = parser.parse_args()
+    words = arguments.words
     mutants = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
     if not mutants:
         names = ", ".join(mutant.name for mutant in MUTANTS)
@@ -243,17 +250,16 @@ def main() -> int:
     assert spec.origin is not None
     installed = Path(spec.origin).parent
     survivors = []
-    with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "vllm"
-        # The distribution's metadata tells vLLM its platform and is found beside the original.
-        shutil.copytree(installed, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        for library in installed.glob("*.so"):
-            (package / library.name).symlink_to(library)
-        for mutant in mutants:
-            with console.status(mutant.name):
-                survived = survives(mutant, package)
-            console.print(f"{'SURVIVED' if survived else 'noticed ':8}  {mutant.name}")
-            survivors += [mutant.name] if survived else []
+    with ThreadPoolExecutor(arguments.jobs) as pool, console.status("") as status:
+        running = {pool.submit(survives, mutant, installed): mutant for mutant in mutants}
+        for count, future in enumerate(as_completed(running), 1):
+            name = running[future].name
+            if future.exception():
+                pool.shutdown(wait=False, cancel_futures=True)
+            survived = future.result()
+            console.print(f"{'SURVIVED' if survived else 'noticed ':8}  {name}")
+            status.update(f"{count} of {len(mutants)}")
+            survivors += [name] if survived else []
     if survivors:
         console.print(
             f"{len(survivors)} of {len(mutants)} mutants survived: {', '.join(survivors)}"
