@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A soak on two GPUs, data and expert parallel: does anything stall, slow down or grow?
+"""A soak on several GPUs, data and expert parallel: does anything stall, slow down or grow?
 
     python benchmarks/soak_gpus.py run --build-label pristine --model qwen3 --minutes 5 --out DIR
     python benchmarks/soak_gpus.py run --build-label patched --model qwen3 --minutes 5 --out DIR
+    python benchmarks/soak_gpus.py run --build-label patched --gpus 4 --tp 2 --minutes 5 --out DIR
     python benchmarks/soak_gpus.py plot DIR/*.json --out DIR/soak.png
 
-`run` starts two offline engines (DP2 + EP2, joined by VLLM_DP_*) with dummy weights and the flag
-on, so that every request gets rows, and keeps 96 unfinished requests in each: 16 to 1,024 tokens
-in, 16 to 256 out. Every second it records, for each engine, finished requests, output tokens,
-steps, the longest gap between two steps, and the memory of its processes and its GPU. Then the
-faults: 64 requests that finish in one step, five times; and, where the build can, every copy of
-rows to the host 20 ms late. The record is written anew every few seconds: a killed run keeps what
-it has.
+`run` starts offline engines (two, DP2 + EP2, joined by VLLM_DP_*; with `--gpus 4 --tp 2` each has
+two GPUs, and the MoE layers are sequence parallel) with dummy weights and the flag on, so that
+every request gets rows, and keeps 96 unfinished requests in each: 16 to 1,024 tokens in, 16 to 256
+out. Every second it records, for each engine, finished requests, output tokens, steps, the longest
+gap between two steps, and the memory of its processes and its GPUs. Then the faults: 64 requests
+that finish in one step, five times; and, where the build can, every copy of rows to the host 20 ms
+late. The record is written anew every few seconds: a killed run keeps what it has.
 It runs with the pristine release too (`--flag off` for either without the feature).
 """
 
@@ -62,6 +63,11 @@ def shape(model: str, layers: int) -> dict[str, Any]:
         return {**QWEN3_30B_A3B, **small, "num_hidden_layers": layers}
     kinds = ["sliding_attention", "full_attention"] * layers
     return {**GPT_OSS, "num_hidden_layers": layers, "layer_types": kinds[:layers]}
+
+
+def layout(gpus: int, tp: int) -> str:
+    names = [f"{kind}{size}" for kind, size in (("TP", tp), ("DP", gpus // tp)) if size > 1]
+    return "x".join(names) + (f"+EP{gpus}" if gpus > 1 else "one")
 
 
 # --- one engine -----------------------------------------------------------------------------------
@@ -148,9 +154,9 @@ def record_seconds(load: Load, stop: threading.Event, file: Path, phase: list[st
         import pynvml
 
         pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(load.spec["rank"])
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in load.spec["devices"]]
     except Exception:
-        gpu = None
+        gpus = []
     me = psutil.Process()
     began = time.monotonic()
     before = (0, 0, 0)
@@ -174,7 +180,7 @@ def record_seconds(load: Load, stop: threading.Event, file: Path, phase: list[st
                 "steps": counts[2] - before[2],
                 "longest_gap_s": round(gap, 4),
                 "rss_mb": rss >> 20,
-                "gpu_mb": pynvml.nvmlDeviceGetMemoryInfo(gpu).used >> 20 if gpu else None,
+                "gpu_mb": sum(pynvml.nvmlDeviceGetMemoryInfo(g).used >> 20 for g in gpus) or None,
             }
             before = counts
             out.write(json.dumps(line) + "\n")
@@ -274,6 +280,7 @@ def run_engine(spec: dict[str, Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    count = arguments.gpus // arguments.tp
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         scratch = Path(folder)
         config = shape(arguments.model, arguments.layers)
@@ -289,6 +296,7 @@ def run(arguments: argparse.Namespace) -> int:
             # Plenty for the load; the pin's shared memory grows with it.
             "kv_cache_memory_bytes": 8 << 30,
             "gpu_memory_utilization": 0.5,
+            "tensor_parallel_size": arguments.tp,
             "enable_expert_parallel": arguments.gpus > 1,
             "enable_return_routed_experts": arguments.flag == "on",
             "worker_extension_cls": "soak_worker.Faults",
@@ -303,7 +311,7 @@ def run(arguments: argparse.Namespace) -> int:
             "build": arguments.build_label,
             "flag": arguments.flag,
             "model": f"{arguments.model} shape, {arguments.layers} layers, dummy weights",
-            "layout": f"DP{arguments.gpus}+EP{arguments.gpus}" if arguments.gpus > 1 else "one",
+            "layout": layout(arguments.gpus, arguments.tp),
             "unfinished": UNFINISHED,
             "minutes": arguments.minutes,
             "ranks": [],
@@ -322,26 +330,27 @@ def run(arguments: argparse.Namespace) -> int:
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             engines = []
-            for rank in range(arguments.gpus):
+            for rank in range(count):
                 spec = {
                     "model": str(scratch / "model"),
                     "options": options,
                     "rank": rank,
-                    "ranks": arguments.gpus,
+                    "ranks": count,
+                    "devices": list(range(rank * arguments.tp, (rank + 1) * arguments.tp)),
                     "scratch": folder,
                     "seconds": 60 * arguments.minutes,
                     "vocabulary": config["vocab_size"],
                     "flag": arguments.flag,
                 }
                 (scratch / f"spec-{rank}.json").write_text(json.dumps(spec))
-                parallel = data_parallel(rank, arguments.gpus, arguments.port)
+                parallel = data_parallel(rank, count, arguments.port)
                 command = [sys.executable, __file__, "engine", str(scratch / f"spec-{rank}.json")]
                 log = scratch / f"engine-{rank}.log"
                 engines.append(stack.enter_context(Kept(command, log, variables | parallel)))
             end = ""
             while not end:
                 time.sleep(2.0)
-                if len(list(scratch.glob("done-*"))) == arguments.gpus:
+                if len(list(scratch.glob("done-*"))) == count:
                     end = "finished"
                 elif any(e.poll() is not None for e in engines):
                     end = "an engine ended: " + next(
@@ -350,7 +359,7 @@ def run(arguments: argparse.Namespace) -> int:
                 elif time.monotonic() - began > limit_s:
                     end = f"ended after {limit_s:.0f} s, the limit: {engines[0].last_line()}"
                 record["end"] = end or "running"
-                collect(record, scratch, arguments.gpus)
+                collect(record, scratch, count)
                 if end and end != "finished":
                     record["logs"] = [engine.tail(80) for engine in engines]
                 (arguments.out / f"{name}.json").write_text(json.dumps(record) + "\n")
@@ -434,6 +443,7 @@ def main() -> int:
     runs.add_argument("--flag", choices=["on", "off"], default="on")
     runs.add_argument("--model", choices=["qwen3", "gptoss", "tiny"], default="qwen3")
     runs.add_argument("--gpus", type=int, default=2)
+    runs.add_argument("--tp", type=int, default=1, help="GPUs of each engine")
     runs.add_argument("--layers", type=int, default=12)
     runs.add_argument("--minutes", type=float, default=5.0, help="of load, faults come on top")
     runs.add_argument("--limit-minutes", type=float, help="of everything; what is there is kept")
@@ -451,6 +461,8 @@ def main() -> int:
         return 0
     if arguments.verb == "plot":
         return plot(arguments.files, arguments.out)
+    if arguments.gpus % arguments.tp:
+        parser.error(f"{arguments.gpus} GPUs are not engines of {arguments.tp} each")
     return run(arguments)
 
 
