@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of the installed wheel on small random checkpoints, and their oracle.
 
-An engine takes half a minute to start, so every fixture that starts one lives as long as its
-module. Requests that must not meet each other's cached prefixes use prompts of their own.
+Engines run in this process, and start in a second once vLLM is imported. Requests that must not
+meet each other's cached prefixes use prompts of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from examples.demo import oracle
 from examples.demo.checkpoint import make_checkpoint
@@ -65,6 +66,13 @@ def environment() -> Iterator[None]:
         patch.setattr("zmq.Context.__del__", terminate_elsewhere)
         for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
             patch.setenv(name, value)
+        # A worker waits for a GPU when it ends, which fails where there is none.
+        patch.setattr("torch.accelerator.synchronize", lambda: None)
+        # A worker forbids this function to its process for good.
+        patch.setattr("torch.set_num_threads", torch.set_num_threads)
+        # vLLM looks at a model's class in a process of its own, so that CUDA stays out of this one.
+        registry = "vllm.model_executor.models.registry"
+        patch.setattr(f"{registry}._run_in_subprocess", lambda look: look())
         yield
 
 
@@ -81,16 +89,38 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+# Models of the engines in this process.
+_running: list[Path] = []
+
+
 @contextmanager
 def running(model: Path, **options: Any) -> Iterator[LLM]:
-    """An engine that is gone, with its workers, when the block ends."""
-    from vllm import LLM
+    """An engine that is gone when the block ends.
 
-    llm = LLM(str(model), **{**OPTIONS, **options})
-    try:
+    Its worker is in this process. With `distributed_executor_backend="mp"`, as `vllm serve` has it,
+    workers are processes of their own.
+    """
+    from vllm import LLM, envs
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    # An engine keeps the values of all variables; it must not keep those of another one.
+    envs.disable_envs_cache()
+    in_process = {"distributed_executor_backend": UniProcExecutor}
+    with ExitStack() as stack:
+        _running.append(model)
+        stack.callback(forget_engine, model)
+        llm = LLM(str(model), **{**OPTIONS, **in_process, **options})
+        stack.callback(llm.llm_engine.engine_core.shutdown)
         yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+
+
+def forget_engine(model: Path) -> None:
+    """Remove what engines share in this process when the last one has ended."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    _running.remove(model)
+    if not _running:
+        cleanup_dist_env_and_memory()
 
 
 def run_example(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -52,13 +52,10 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 @contextmanager
 def workers(model: Path, **options: Any) -> Iterator[LLM]:
     """An engine in this process with its workers in their own; none may be left."""
-    from vllm import envs
-
     before = set(psutil.Process().children(recursive=True))
-    envs.disable_envs_cache()  # an engine before this one may have filled it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", BOTH_CORES)
-        with running(model, **options) as llm:
+        with running(model, distributed_executor_backend="mp", **options) as llm:
             yield llm
     started = set(psutil.Process().children(recursive=True)) - before
     _, alive = psutil.wait_procs(started, timeout=30)
@@ -74,8 +71,7 @@ def one_process(model: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module", params=["tensor_parallel_size", "pipeline_parallel_size"])
-def two_workers(one_process: LLM, model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    # `one_process` first: its worker lives on.
+def two_workers(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with workers(model, **{request.param: 2}) as llm:
         yield llm
 

@@ -26,9 +26,7 @@ def test_pipeline_parallelism_with_external_launcher_is_refused(
         pass
 
 
-def test_model_without_experts_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_model_without_experts_is_refused(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=768,
         hidden_size=64,
@@ -38,10 +36,8 @@ def test_model_without_experts_is_refused(
         num_key_value_heads=2,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    # The worker says why; its parent only that it failed.
     with (
-        pytest.raises(Exception, match="WorkerProc initialization failed"),
+        pytest.raises(ValueError, match="found no FusedMoE layer in LlamaForCausalLM"),
         running(tmp_path, skip_tokenizer_init=True),
     ):
         pass
-    assert "found no FusedMoE layer in LlamaForCausalLM" in "".join(capfd.readouterr())

@@ -386,11 +386,7 @@ def test_snapshot_kernel_gathers_transposes_and_narrows() -> None:
 def test_simulated_routing_is_refused_by_name(
     bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm import envs
-
-    # An engine that started in this process before has cached every variable; a name in the
-    # module's own dictionary is found before the cache.
-    monkeypatch.setitem(vars(envs), "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     router = make_router(CASES["softmax"], None)
     with pytest.raises(ValueError, match=r"RoutingSimulatorRouter \(layer model\.layers\.1\."):
         bind({LAYER: router})

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of the tests share a process: nothing of one may reach the next."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.behaviour.conftest import as_prompts, random_prompt, running
+
+
+def test_engine_is_gone_with_its_block(checkpoint: Callable[..., Path]) -> None:
+    from vllm import SamplingParams
+
+    def run() -> list[weakref.ref]:
+        with running(checkpoint()) as llm:
+            llm.generate(
+                as_prompts(random_prompt(1, 70)), SamplingParams(max_tokens=3), use_tqdm=False
+            )
+            core = llm.llm_engine.engine_core.engine_core
+            runner = core.model_executor.driver_worker.worker.model_runner
+            parts = [core, core.scheduler, runner, runner.model, *runner.kv_caches]
+            return [weakref.ref(part) for part in parts]
+
+    run()  # starts what a process has once
+    gc.collect()
+    threads, children = threading.active_count(), psutil.Process().children()
+    left = run()
+    gc.collect()
+    assert [part() for part in left] == [None] * len(left)
+    assert threading.active_count() == threads
+    assert not torch.distributed.is_initialized()
+    assert psutil.Process().children() == children
+
+
+def test_variable_counts_for_the_next_engine(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek's attention does not run on a CPU unless a variable says how."""
+    with running(checkpoint()):
+        monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+        with running(checkpoint("deepseek_v2")):
+            pass
+    monkeypatch.delenv("VLLM_MLA_DISABLE")
+    with pytest.raises(NotImplementedError, match="MLA"), running(checkpoint("deepseek_v2")):
+        pass
+    with running(checkpoint()):
+        pass
