@@ -58,10 +58,18 @@ def through_pickle(output: ModelRunnerOutput) -> ModelRunnerOutput:
 
 
 def through_ray_channel(output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """As Ray does it: arrays lie in shared memory, and may not be written."""
+    """As Ray does it: arrays lie in shared memory, and may not be written until the executor has
+    detached them."""
+    from vllm.v1.executor.ray_utils import detach_zero_copy_from_model_runner_output
+
     buffers: list[pickle.PickleBuffer] = []
     data = cloudpickle.dumps(output, protocol=5, buffer_callback=buffers.append)
-    return cloudpickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    received = cloudpickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    if (lists := received.routed_experts) is not None:
+        assert not lists.rows.flags.writeable
+        detach_zero_copy_from_model_runner_output(received)
+        assert received.routed_experts.rows.flags.writeable
+    return received
 
 
 @pytest.mark.parametrize("carry", [through_message_queue, through_pickle, through_ray_channel])
