@@ -39,8 +39,14 @@ files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -
 
 # The place counts too: scripts in .venv hold its path.
 LOCKED := .venv/.locked-$(call digest,pwd; cat requirements/bootstrap.txt requirements/environment.txt)
-PRISTINE_ID := $(call digest,$(call files,upstream.toml pyproject.toml tools))
-SERIES_ID := $(call digest,$(call files,upstream.toml pyproject.toml tools patches))
+# What goes into a wheel, and the code that builds it (tests/tools/test_digest.py): nothing else makes
+# a wheel be built again.
+BUILDERS := $(addprefix tools/common/,errors.py files.py git.py pin.py) \
+	$(addprefix tools/source/,archive.py download.py fetch.py index.py) \
+	$(addprefix tools/series/,apply.py base.py patch.py series.py tree.py) \
+	$(addprefix tools/wheel/,build.py metadata.py plan.py sbom.py)
+PRISTINE_ID := $(call digest,$(call files,upstream.toml $(BUILDERS)); grep '^version = ' pyproject.toml)
+SERIES_ID := $(call digest,$(call files,upstream.toml patches $(BUILDERS)); grep '^version = ' pyproject.toml)
 BUILT := build/wheels/.built-$(SERIES_ID)
 INSTALLED := .venv/.installed-$(SERIES_ID)
 PRISTINE := build/pristine/.installed-$(PRISTINE_ID)

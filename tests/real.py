@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.download import fetch
-from tools.errors import ToolError
-from tools.pin import PinnedFile, Project
-from tools.series import Series, read_series
-from tools.source import fetch_source
+from tools.common.errors import ToolError
+from tools.common.pin import PinnedFile, Project
+from tools.series.series import Series, read_series
+from tools.source.download import fetch
+from tools.source.fetch import fetch_source
 
 PROJECT = Project(Path(__file__).resolve().parent.parent)
 
@@ -35,7 +35,7 @@ def need_source() -> None:
 def need(pinned: PinnedFile) -> Path:
     """A pinned file, or a skipped test where it cannot be had."""
     try:
-        return fetch(pinned, PROJECT.downloads)
+        return fetch(pinned, PROJECT)
     except ToolError as error:
         _skip_without_network(error)
         raise

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.errors import ToolError
-from tools.index import Index
+from tools.common.errors import ToolError
+from tools.source.index import Index
 
 ROOT = Path(__file__).resolve().parent.parent
 

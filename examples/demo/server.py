@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from examples.trainer.client import Rows, decode_rows
 
-KEEPER = Path(__file__).with_name("keeper.py")
+KEEPER = Path(__file__).parents[2] / "tools" / "upstream" / "keeper.py"
 
 # How vLLM begins a log line: which process, then level, time and place.
 _SPEAKER = re.compile(r"^\([^)]*\) ")

@@ -9,12 +9,12 @@ import shutil
 import pytest
 
 from tests.real import PROJECT, need_source, real_series
-from tools.commands.common import progress
-from tools.errors import ToolError
-from tools.index import Index
-from tools.pin import Project
-from tools.rebase import CONFLICT, Trial, attempt
-from tools.target import find_target
+from tools.common.errors import ToolError
+from tools.common.pin import Project
+from tools.series.rebase import try_all
+from tools.series.replay import CONFLICT, Trial
+from tools.series.target import find_target
+from tools.source.index import Index
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +39,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def trials(project: Project, version: str) -> list[Trial]:
-    target = find_target(project, version, None, None, progress)
-    return attempt(project, target, None, lambda line: None)
+    target = find_target(project, version, None, None)
+    return try_all(project, target, None)
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.20.1"])

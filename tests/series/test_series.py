@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.real import PROJECT, need_source, real_series
-from tools.apply import apply_series
-from tools.export import export_series
-from tools.git import Git
-from tools.series import Series, check_series, fingerprint
-from tools.source import BASE_REF
-from tools.tree import Record, read_record
+from tools.common.git import Git
+from tools.series.apply import apply_series
+from tools.series.base import BASE_REF
+from tools.series.check import check_series
+from tools.series.export import export_series
+from tools.series.series import Series, fingerprint
+from tools.series.tree import Record, read_record
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,9 @@ def test_the_series_keeps_its_rules(series: Series) -> None:
     assert check_series(PROJECT.series_file) == series
 
 
-def test_one_commit_a_patch(series: Series, tree: Path) -> None:
+def test_one_commit_per_patch(series: Series, tree: Path) -> None:
     git = Git(tree)
-    titles = [git.text("log", "-1", "--format=%s", c) for c in git.commits(f"{BASE_REF}..HEAD")]
+    titles = [git.subject(c) for c in git.commits(f"{BASE_REF}..HEAD")]
     assert titles == [patch.subject for patch in series]
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tools.toy import NAMES, Toy
-from tools.patch import IDENTITY, STATUSES, leaves_tree, parse_status, slug
-from tools.series import parse_series, render_series
+from tools.series.patch import IDENTITY, STATUSES, leaves_tree, parse_status, slug
+from tools.series.series import parse_series, render_series
 
 
 def test_a_good_series_passes(toy: Toy) -> None:
@@ -87,6 +87,17 @@ def test_two_statuses_are_one_too_many(toy: Toy) -> None:
 def test_a_malformed_condition_for_dropping_is_refused(toy: Toy, line: str) -> None:
     toy.edit_patch(NAMES[0], "Drop-when: upstream returns rows", line)
     assert "Drop-when is malformed" in toy.refuse("series", "check")
+
+
+@pytest.mark.parametrize("line", ["Needs: rows", "needs: one.patch", "Needs: a.patch b.patch"])
+def test_a_malformed_need_is_refused(toy: Toy, line: str) -> None:
+    toy.edit_patch(NAMES[2], "Drop-when: ", f"{line}\nDrop-when: ")
+    assert "Needs is malformed" in toy.refuse("series", "check")
+
+
+def test_a_need_that_stands_earlier_is_taken(toy: Toy) -> None:
+    toy.edit_patch(NAMES[2], "Drop-when: ", f"Needs: {NAMES[0]}, {NAMES[1]}\nDrop-when: ")
+    toy.do("series", "check")
 
 
 def test_a_sign_off_of_somebody_else_does_not_do(toy: Toy) -> None:

@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import Toy, write_files
-from tools import check_patches, hubcache
-from tools.check_patches import CHECKS, IMPORTS, LINTERS, TESTS, TYPES, Checker, Finding, places
-from tools.git import Git
+from tools.common.git import Git
+from tools.series import check_patches
+from tools.series.check_patches import (
+    CHECKS,
+    IMPORTS,
+    LINTERS,
+    TESTS,
+    TYPES,
+    Checker,
+    Finding,
+    places,
+)
+from tools.upstream import hubcache
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
 # As vLLM's own: what lacks the header gets it, and the hook fails.
@@ -163,7 +173,7 @@ def test_the_verb_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
 def test_the_record_shows_what_failed() -> None:
     good, bad = Finding(True, "fine"), Finding(False, "ruff check", "E501 Line too long")
     findings = {**dict.fromkeys(CHECKS, good), LINTERS: bad}
-    record = check_patches.render([("rows.patch", findings)], ["About."])
+    record = check_patches.render([("rows.patch", findings)], "About.")
     assert "| `rows.patch` | fine | **ruff check** | fine | fine |" in record
     assert "`rows.patch`, linters:\n\n```text\nE501 Line too long\n```\n" in record
 

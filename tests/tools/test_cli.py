@@ -11,8 +11,8 @@ import pytest
 
 from tests.tools.toy import Toy
 from tools.__main__ import main, parser
-from tools.errors import FailedCommand
-from tools.git import Git
+from tools.common.errors import FailedCommand
+from tools.common.git import Git
 
 VERBS = [
     ("source", "fetch"),
@@ -57,7 +57,7 @@ def test_the_help_of_the_tools_names_every_verb_with_an_example(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = help_of(capsys=capsys)
-    examples = re.findall(r"python -m tools (\S+ \S+(?: \S+)*?)  ", text)
+    examples = re.findall(r"^  python -m tools (.*)$", text, re.MULTILINE)
     assert {tuple(line.split()[:2]) for line in examples} == set(VERBS)
     for line in examples:
         parser().parse_args(shlex.split(line))

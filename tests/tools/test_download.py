@@ -7,6 +7,7 @@ import fcntl
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import Toy
-from tools.download import fetch
-from tools.errors import ToolError
-from tools.pin import Downloads, Project
+from tools.common.errors import ToolError
+from tools.common.pin import PinnedFile, Project
+from tools.source.download import Advance, fetch
 
 
 @dataclass
@@ -88,7 +89,7 @@ def test_a_download_that_is_cut_off_says_where_the_next_one_goes_on(
     index.cut = 100
     error = empty.refuse("source", "fetch")
     assert "a download failed" in error
-    assert "goes on at byte 100" in error
+    assert "continues at byte 100" in error
     assert part_of(empty).read_bytes() == index.data[:100]
     assert not empty.archive.exists()
 
@@ -125,16 +126,21 @@ def test_a_part_as_long_as_the_file_is_begun_again(empty: Toy, index: Index) -> 
 def test_progress_counts_every_byte_once(empty: Toy, index: Index) -> None:
     part_of(empty).write_bytes(index.data[:70])
     counted: list[int] = []
-    fetch(Project(empty.root).pin.source, Downloads(empty.downloads), counted.append)
+    project = Project(empty.root)
+
+    def show(pinned: PinnedFile) -> AbstractContextManager[Advance]:
+        return nullcontext(counted.append)
+
+    fetch(project.pin.source, project, show)
     assert counted[0] == 70
     assert sum(counted) == len(index.data)
 
 
 def test_two_processes_download_a_file_once(empty: Toy, index: Index) -> None:
-    pinned = Project(empty.root).pin.source
+    project = Project(empty.root)
     with part_of(empty).open("a+b") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        thread = threading.Thread(target=fetch, args=(pinned, Downloads(empty.downloads)))
+        thread = threading.Thread(target=fetch, args=(project.pin.source, project))
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
@@ -197,7 +203,7 @@ def test_offline_asks_no_index(empty: Toy, index: Index, words: tuple[str, ...])
         empty.do("series", "apply", "--pristine")
         shutil.rmtree(empty.downloads)
     error = empty.refuse(*words, "--offline")
-    assert "the network may not be asked" in error
+    assert "--offline forbids the network" in error
     assert "--wheelhouse" in error
     assert index.asked == []
 
@@ -209,6 +215,6 @@ def test_a_wheelhouse_that_is_not_there_is_told(empty: Toy) -> None:
 
 def test_an_offline_project_never_downloads(tmp_path: Path, empty: Toy) -> None:
     pinned = Project(empty.root).pin.source
-    with pytest.raises(ToolError, match="may not be asked"):
-        fetch(pinned, Downloads(tmp_path / "downloads", offline=True))
-    assert not (tmp_path / "downloads").exists()
+    with pytest.raises(ToolError, match="forbids the network"):
+        fetch(pinned, Project(tmp_path / "elsewhere", offline=True))
+    assert not (tmp_path / "elsewhere").exists()

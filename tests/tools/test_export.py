@@ -226,9 +226,9 @@ def test_a_crash_in_the_middle_leaves_the_old_series(
 
     with monkeypatch.context() as patched:
         if moment == "write":
-            patched.setattr("tools.series._write", crash)
+            patched.setattr("tools.series.series.write", crash)
         else:
-            patched.setattr("tools.series.Path.rename", counted)
+            patched.setattr("tools.series.series.Path.rename", counted)
         with pytest.raises(OSError, match="the disk is gone"):
             toy.run("series", "export")
     assert (toy.snapshot(), sorted(path.name for path in toy.root.iterdir())) == before

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.git import Git, environment
+from tools.common.git import Git, environment
 
 
 @pytest.fixture

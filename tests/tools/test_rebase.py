@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-import tools.rebase
+import tools.series.install
+import tools.series.replay
 from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, git, write_files
 from tests.tools.upstream import Index, commit, everything, make_clone, make_index
+from tools.common.git import Git
 
 NEXT = "9.8.8"
 FIRST, SECOND, THIRD = NAMES
@@ -673,108 +675,138 @@ def test_a_series_edited_meanwhile_is_not_overwritten(toy: Toy, index: Index) ->
 
 # --- all or nothing -----------------------------------------------------------------------------
 
-Break = Callable[[pytest.MonkeyPatch], None]
-
 
 class Trouble(OSError):
     """Like a full disk or a lost mount."""
 
 
-def fail_at(name: str, call: int = 1) -> Break:
-    """Let the n-th call of a function of tools.rebase, or of Path, fail."""
-
-    def install(monkeypatch: pytest.MonkeyPatch) -> None:
-        owner = Path if name.startswith("Path.") else tools.rebase
-        attribute = name.removeprefix("Path.")
-        real = getattr(owner, attribute)
-        count = 0
-
-        def broken(*arguments: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == call:
-                raise Trouble("no space left on device")
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(owner, attribute, broken)
-
-    return install
-
-
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_an_interrupted_replay_goes_on_with_the_patch_that_it_was_at(
-    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
-    index.publish(NEXT, MOVED)
-    real, count = tools.rebase._save, 0
-
-    def interrupted(*arguments: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == call:
-            raise KeyboardInterrupt
-        real(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(tools.rebase, "_save", interrupted)
-        assert toy.run("series", "rebase", "--onto", NEXT).status == 130
-    assert "left out" not in rebase(toy, "--continue")
-    assert (toy.patches / "series").read_text().split() == NAMES
-
-
-INSTALLING = {
-    "the submodule": fail_at("_write_gitlink"),
-    "patches": fail_at("write_series", 2),
-    "the pin": fail_at("_copy"),
-}
-SETTING_UP = {
-    "unpacking": fail_at("stage_tree"),
-    "the base commit": fail_at("commit_base"),
-    "the staged series": fail_at("write_series", 1),
-    "export": fail_at("export_series"),
-    "the proof": fail_at("apply_series", 2),
-}
-
-
-@pytest.mark.parametrize("where", SETTING_UP)
-def test_trouble_before_the_installation_leaves_everything(
-    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    index.publish(NEXT, MOVED)
-    before = everything(toy)
-    with monkeypatch.context() as broken:
-        SETTING_UP[where](broken)
-        with pytest.raises(Trouble):
-            toy.run("series", "rebase", "--onto", NEXT)
-    if (toy.root / "build/rebase").exists():
-        rebase(toy, "--abort")
-    assert everything(toy) == before
-
-
-@pytest.mark.parametrize("where", INSTALLING)
-def test_trouble_in_the_installation_leaves_everything_and_can_go_on(
-    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+@pytest.fixture
+def submodule(toy: Toy) -> Callable[[Toy], str]:
+    """The project in a repository with a submodule; returns what reads its commit."""
     git(toy.root, "init", "--quiet")
     git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
+    return lambda copy: git(copy.root, "ls-files", "--stage", "vllm").split()[1]
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
+    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    index.publish(NEXT, CLASHING)
+    stop(toy, "--onto", NEXT)
+    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5\n"))
+    real = tools.series.replay.pick
+
+    def interrupted(repository: Git, commits: str) -> None:
+        if moment == "between":
+            real(repository, repository.commits(commits)[0])
+            (work(toy) / "vllm/envs.py").write_text("half written\n")
+        elif moment == "after":
+            real(repository, commits)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tools.series.replay, "pick", interrupted)
+        assert toy.run("series", "rebase", "--continue").status == 130
+    assert "left out" not in rebase(toy, "--continue")
+    assert (toy.patches / "series").read_text().split() == NAMES
+    assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("replay", "unpack_source"),
+        ("replay", "commit_base"),
+        ("replay", "pick"),
+        ("install", "write_series"),
+        ("install", "export_series"),
+        ("install", "apply_series"),
+        ("install", "_copy_beside"),
+        ("install", "_write_gitlink"),
+    ],
+)
+def test_trouble_leaves_everything_and_can_go_on(
+    toy: Toy,
+    index: Index,
+    submodule: Callable[[Toy], str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    name: str,
+) -> None:
     index.publish(NEXT, MOVED)
-    before = {**everything(toy), "build": ["downloads", "rebase", "vllm"]}
-    with monkeypatch.context() as broken:
-        INSTALLING[where](broken)
+    before, linked = everything(toy), submodule(toy)
+    words = ("--onto", NEXT, "--commit", "d" * 40)
+
+    def broken(*arguments: object, **options: object) -> None:
+        if name == "_write_gitlink" and arguments[1] == linked:
+            return  # the way back
+        raise Trouble("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"tools.series.{module}.{name}", broken)
         with pytest.raises(Trouble):
-            toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
-    assert everything(toy) == before
-    assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "c" * 40
-    rebase(toy, "--continue")
-    assert pin(toy)["release"]["commit"] == "d" * 40
-    assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "d" * 40
+            toy.run("series", "rebase", *words)
+    begun = (toy.root / "build/rebase").exists()
+    assert begun == (name not in ("unpack_source", "commit_base"))
+    assert {**everything(toy), "build": 0} == {**before, "build": 0}
+    assert submodule(toy) == linked
+    rebase(toy, *(["--continue"] if begun else words))
+    assert pin(toy)["release"]["commit"] == submodule(toy) == "d" * 40
     toy.do("series", "export", "--check")
 
 
-def renames(toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many renames an installation makes."""
-    count = 0
-    real = Path.rename
+@pytest.mark.parametrize("way", ["--abort", "--continue"])
+@pytest.mark.parametrize("undone", [True, False], ids=["trouble", "killed"])
+@pytest.mark.parametrize("number", range(1, 7))
+def test_an_installation_cut_off_at_any_rename_is_undone_or_finished(
+    toy: Toy,
+    index: Index,
+    submodule: Callable[[Toy], str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    undone: bool,
+    way: str,
+) -> None:
+    index.publish(NEXT, MOVED)
+    before = everything(toy)
+    renames, real = [], Path.rename
+
+    def cut(self: Path, target: Path) -> Path:
+        state = toy.root / "build/rebase/state.json"
+        if state.exists() and json.loads(state.read_text())["phase"] == "installing":
+            renames.append(self)
+            if len(renames) == number:
+                raise Trouble("cut off")
+        return real(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", cut)
+        if not undone:
+            patched.setattr(tools.series.install, "undo", lambda *arguments: None)
+        with pytest.raises(Trouble):
+            toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
+    assert len(renames) >= number
+    if undone:
+        assert {**everything(toy), "build": 0} == {**before, "build": 0}
+    rebase(toy, way)
+    if way == "--abort":
+        assert everything(toy) == before
+        assert submodule(toy) == "c" * 40
+    else:
+        assert pin(toy)["release"]["commit"] == submodule(toy) == "d" * 40
+        assert (toy.patches / "series").read_text().split() == NAMES
+        assert "nothing to do" in toy.do("series", "apply")
+        toy.do("series", "export", "--check")
+        assert sorted(path.name for path in (toy.root / "build").iterdir()) == ["downloads", "vllm"]
+        assert sorted(path.name for path in toy.root.iterdir()) == before["root"]
+
+
+def test_an_installation_is_six_renames(
+    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.publish(NEXT, MOVED)
+    count, real = 0, Path.rename
 
     def counting(self: Path, target: Path) -> Path:
         nonlocal count
@@ -782,51 +814,6 @@ def renames(toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch) -> int:
         count += state.exists() and json.loads(state.read_text())["phase"] == "installing"
         return real(self, target)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", counting)
-        rebase(toy, "--onto", NEXT)
-    return count
-
-
-@pytest.mark.parametrize("way", ["--abort", "--continue"])
-@pytest.mark.parametrize("undone", [True, False], ids=["trouble", "killed"])
-def test_an_installation_cut_off_at_any_rename_is_undone_or_finished(
-    toy: Toy,
-    index: Index,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    undone: bool,
-) -> None:
-    index.publish(NEXT, MOVED)
-    copies = [toy.copy(tmp_path / f"copy-{number}") for number in range(4)]
-    assert renames(toy, index, monkeypatch) == len(copies)
-    real = Path.rename
-    for number, copy in enumerate(copies):
-        before = everything(copy)
-        count = 0
-
-        def cut(self: Path, target: Path, copy: Toy = copy, number: int = number) -> Path:
-            nonlocal count
-            state = copy.root / "build/rebase/state.json"
-            if state.exists() and json.loads(state.read_text())["phase"] == "installing":
-                count += 1
-                if count == number + 1:
-                    raise Trouble("cut off")
-            return real(self, target)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "rename", cut)
-            if not undone:
-                patched.setattr(tools.rebase, "_restore", lambda *arguments: None)
-            with pytest.raises(Trouble):
-                copy.run("series", "rebase", "--onto", NEXT)
-        if undone:
-            assert {**everything(copy), "build": 0} == {**before, "build": 0}
-        rebase(copy, way)
-        if way == "--abort":
-            assert everything(copy) == before
-        else:
-            assert copy.snapshot() == toy.snapshot()
-            assert copy.head() == toy.head()
-            assert pin(copy) == pin(toy)
+    monkeypatch.setattr(Path, "rename", counting)
+    rebase(toy, "--onto", NEXT)
+    assert count == 6

@@ -512,7 +512,7 @@ def test_a_failure_in_the_middle_leaves_nothing(
     def crash(*arguments: object, **more: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(f"tools.release.{step}", crash)
+    monkeypatch.setattr(f"tools.release.build.{step}", crash)
     with pytest.raises(OSError, match="the disk is gone"):
         prepared.run("release", "build")
     assert list((prepared.root / "build/release").iterdir()) == []

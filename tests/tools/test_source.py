@@ -69,7 +69,7 @@ def test_an_index_without_the_file_is_named(
 ) -> None:
     index = tmp_path / "index"
     monkeypatch.setenv("PIP_INDEX_URL", directory_index(index, empty))
-    (index / "vllm" / "index.html").write_text("<html></html>")
+    (index / "vllm" / "index.html").write_text('<a href="vllm-1.0.tar.gz">vllm-1.0.tar.gz</a>')
     empty.archive.unlink()
     assert "does not have the pinned file" in empty.refuse("source", "fetch")
 
@@ -79,7 +79,7 @@ def test_a_full_disk_is_noticed_before_the_download(
 ) -> None:
     empty.archive.unlink()
     usage = shutil.disk_usage(empty.root)._replace(free=1000)
-    monkeypatch.setattr("tools.download.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("tools.source.download.shutil.disk_usage", lambda path: usage)
     monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere/")
     assert "not enough free disk space" in empty.refuse("source", "fetch")
 

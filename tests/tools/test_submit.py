@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import tools.submit
+import tools.series.submit
 from tests.tools.toy import ENVS, HEADERS, NAMES, TREE, VERSION, Toy, git
 from tests.tools.upstream import commit, everything, make_clone
-from tools.check_patches import Finding, Place
-from tools.patch import PROJECT_EMAIL, PROJECT_NAME
+from tools.series.check_patches import Finding, Place
+from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
 
 FIRST, SECOND, THIRD = NAMES
 TEMPLATE = """\
@@ -150,36 +150,42 @@ def test_a_topic_is_one_branch_of_all_its_patches(toy: Toy, clone: Path) -> None
 
 # --- what a patch needs -------------------------------------------------------------------------
 
-ROWS = {"vllm/rows/__init__.py": '"""Rows: Σ."""\n\n\ndef count_all_rows(): ...\n'}
+
+def needing(*names: str) -> str:
+    return HEADERS.replace("Drop-when", f"Needs: {', '.join(names)}\nDrop-when")
 
 
-def test_a_patch_stands_on_the_one_whose_names_it_uses(toy: Toy, clone: Path) -> None:
-    add(toy, "[Core] Add a count", ROWS)
-    add(toy, "[Core] Use it", {"vllm/use.py": "from vllm.rows import count_all_rows\n"})
+def test_a_patch_stands_on_those_that_its_header_names(toy: Toy, clone: Path) -> None:
+    add(toy, "[Core] Add a count", {"vllm/count.py": "COUNT = 1\n"})
+    add(toy, "[Core] Use it", {"vllm/use.py": "USE = 1\n"}, needing("add-a-count.patch", THIRD))
     out = submit(toy, clone, "use-it")
-    assert subjects(clone, "use-it")[-2:] == ["[Core] Add a count", "[Core] Use it"]
+    third = "[Misc] Drop the old module"
+    assert subjects(clone, "use-it") == [third, "[Core] Add a count", "[Core] Use it"]
+    assert "Needs" not in git(clone, "log", "-1", "--format=%B", "use-it")
     assert "stacked on" in out
     assert "add-a-count.patch" in out
     said = text(toy, "use-it")
     assert "**Stacked.**" in said
     assert "- [Core] Add a count" in said
+    assert "Needs" not in said
 
 
 def test_needs_of_needs_are_needed(toy: Toy, clone: Path) -> None:
-    add(toy, "[Core] One", {"vllm/one.py": "def the_first_one(): ...\n"})
-    add(toy, "[Core] Two", {"vllm/two.py": "def the_second_one():\n    the_first_one()\n"})
+    add(toy, "[Core] One", {"vllm/one.py": "ONE = 1\n"})
+    add(toy, "[Core] Two", {"vllm/two.py": "TWO = 1\n"}, needing("one.patch"))
     add(toy, "[Core] Alone", {"vllm/alone.py": "ALONE = 1\n"})
-    add(toy, "[Core] Three", {"vllm/three.py": "the_second_one()\n"})
+    add(toy, "[Core] Three", {"vllm/three.py": "THREE = 1\n"}, needing("two.patch"))
     submit(toy, clone, "three")
     assert subjects(clone, "three") == ["[Core] One", "[Core] Two", "[Core] Three"]
 
 
-def test_names_of_a_test_bind_only_its_own_file(toy: Toy, clone: Path) -> None:
-    helper = "def make_toy_rows(): ...\n"
-    add(toy, "[Core] One", {"vllm/one.py": "ONE = 1\n", "tests/test_one.py": helper})
-    add(toy, "[Core] Two", {"vllm/two.py": "TWO = 1\n", "tests/test_two.py": helper})
-    submit(toy, clone, "two")
-    assert subjects(clone, "two") == ["[Core] Two"]
+def test_a_need_that_does_not_stand_earlier_is_refused(toy: Toy, clone: Path) -> None:
+    add(toy, "[Core] One", {"vllm/one.py": "ONE = 1\n"}, needing("two.patch", "no-such.patch"))
+    add(toy, "[Core] Two", {"vllm/two.py": "TWO = 1\n"})
+    for error in (toy.refuse("series", "check"), stop(toy, clone, FIRST)):
+        assert "a patch needs one that does not stand before it" in error
+        assert "two.patch, which stands later" in error
+        assert "no-such.patch, which is not in the series" in error
 
 
 def test_a_patch_stands_on_the_one_whose_lines_it_changes(toy: Toy, clone: Path) -> None:
@@ -191,7 +197,7 @@ def test_a_patch_stands_on_the_one_whose_lines_it_changes(toy: Toy, clone: Path)
     assert "SETTING_9 = 5\n" in git(clone, "show", "change-it:vllm/envs.py")
 
 
-def test_a_need_that_no_name_tells_can_be_said(toy: Toy, clone: Path) -> None:
+def test_a_need_that_no_header_names_can_be_given(toy: Toy, clone: Path) -> None:
     submit(toy, clone, THIRD, "--after", FIRST)
     assert subjects(clone, stem(THIRD)) == ["[Core] Count rows", "[Misc] Drop the old module"]
 
@@ -239,7 +245,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
             seen.append(place)
             return Finding(name != "tests", f"said of {name}", "test_x: assert 1 == 2")
 
-    monkeypatch.setattr(tools.submit, "Checker", Fake)
+    monkeypatch.setattr(tools.series.submit, "Checker", Fake)
     return seen
 
 
@@ -275,7 +281,7 @@ def test_nothing_is_pushed_and_the_clone_stays_where_it_is(
     )
     out = submit(toy, clone)
     assert "Nothing was pushed" in out
-    assert "have read every changed line" in out
+    assert "read every changed line" in out
     assert "vLLM's own rules, as of main: AGENTS.md" in out
     after = (
         git(tmp_path / "origin.git", "for-each-ref"),
@@ -336,7 +342,7 @@ def test_trouble_leaves_no_branch_and_no_text(
     toy: Toy, clone: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     before = (everything(toy), git(clone, "for-each-ref"))
-    real, calls = getattr(tools.submit, where), []
+    real, calls = getattr(tools.series.submit, where), []
 
     def broken(*arguments: Any) -> Any:
         calls.append(1)
@@ -344,7 +350,7 @@ def test_trouble_leaves_no_branch_and_no_text(
             raise OSError("no space left on device")
         return real(*arguments)
 
-    monkeypatch.setattr(tools.submit, where, broken)
+    monkeypatch.setattr(tools.series.submit, where, broken)
     with pytest.raises(OSError, match="no space"):
         submit(toy, clone)
     build = toy.root / "build/submit"

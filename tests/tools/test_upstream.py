@@ -11,9 +11,22 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import Toy
-from tools import hubcache
-from tools.git import Git
-from tools.testrun import (
+from tools.common.git import Git
+from tools.upstream import hubcache
+from tools.upstream.compare import (
+    ADDED,
+    BROKEN,
+    CHANGED,
+    FIXED,
+    OTHER,
+    REMOVED,
+    SAME,
+    UNEXPLAINED,
+    compare,
+    render,
+    touched_tests,
+)
+from tools.upstream.testrun import (
     ERROR,
     FAILED,
     PASSED,
@@ -22,19 +35,6 @@ from tools.testrun import (
     Outcome,
     read_results,
     run_file,
-)
-from tools.upstream_tests import (
-    ADDED,
-    BROKEN,
-    CHANGED,
-    FIXED,
-    OTHER,
-    REMOVED,
-    SAME,
-    compare,
-    render,
-    touched_tests,
-    unexplained,
 )
 
 OK = Outcome(PASSED)
@@ -71,7 +71,7 @@ def test_a_difference_has_one_name(
     for names, verdict in ((set(), untouched), ({"test"}, touched), (None, touched)):
         (found,) = compare(pristine, patched, {"tests/test_a.py": names})
         assert found.verdict == verdict
-        assert bool(unexplained([found])) == (verdict in (BROKEN, FIXED, OTHER))
+        assert (found.verdict in UNEXPLAINED) == (verdict in (BROKEN, FIXED, OTHER))
 
 
 def test_what_differs_from_run_to_run_is_no_difference() -> None:
@@ -223,7 +223,7 @@ def test_an_interrupted_run_leaves_no_results(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("tools.testrun._run_kept", interrupt)
+        patch.setattr("tools.upstream.testrun._run_kept", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, "def test(): pass")
     assert [outcome.status for outcome in run(tmp_path, "def test(): pass").values()] == [PASSED]
@@ -293,7 +293,7 @@ def test_the_table_says_why_a_test_cannot_pass_here() -> None:
     results = {
         "tests/test_a.py": {"tests.test_a::test[1]": NO_GPU, "tests.test_a::test[2]": NO_GPU}
     }
-    table = render(compare(results, results, {}), ["About."])
+    table = render(compare(results, results, {}), "About.")
     assert "| `test_a.py` | 0 / 2 / 0 / 0 | 0 / 2 / 0 / 0 | 2 | none |" in table
     assert "| `test_a::test` (2) | wants a CUDA device | `RuntimeError: Found no NVIDIA" in table
 

@@ -234,12 +234,14 @@ def test_an_installed_wheel_is_found_by_its_python(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = install(build(toy), toy.root / "site")
-    monkeypatch.setattr("tools.verify.find_site", lambda place: {sys.executable: site}[str(place)])
+    monkeypatch.setattr(
+        "tools.wheel.verify.find_site", lambda place: {sys.executable: site}[str(place)]
+    )
     assert "15 files" in toy.do("wheel", "verify", "--installed")
 
 
 def test_a_virtual_environment_names_its_site(tmp_path: Path) -> None:
-    from tools.verify import find_site
+    from tools.wheel.verify import find_site
 
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()

@@ -277,7 +277,7 @@ def test_a_crash_while_writing_leaves_the_old_wheel(
     def crash(*arguments: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("tools.wheel._copy_raw", crash)
+    monkeypatch.setattr("tools.wheel.build._copy_raw", crash)
     with pytest.raises(OSError, match="the disk is gone"):
         toy.run("wheel", "build", "--variant", "cpu")
     assert list(path.parent.iterdir()) == [path]

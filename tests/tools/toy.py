@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.__main__ import main
-from tools.patch import IDENTITY
+from tools.series.patch import IDENTITY
 
 VERSION = "9.8.7"
 HEADERS = f"""\

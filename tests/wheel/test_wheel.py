@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.real import PROJECT, need, need_source, real_series
-from tools.apply import apply_series
-from tools.errors import Problems
-from tools.verify import verify_wheel
-from tools.wheel import Built, build_wheel, wheel_version
+from tools.common.errors import Problems
+from tools.series.apply import apply_series
+from tools.wheel.build import Built, build_wheel
+from tools.wheel.plan import wheel_version
+from tools.wheel.verify import verify_wheel
 
 CPU = PROJECT.pin.wheels["cpu"]
 

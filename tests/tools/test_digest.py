@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wheel is built again when something that decides its bytes changed, and only then."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# The modules that make wheels, less what only declares arguments.
+MAKERS = ("tools.source.fetch", "tools.series.apply", "tools.wheel.build")
+IMPORTED = f"""
+import sys, {", ".join(MAKERS)}
+files = (getattr(m, "__file__", "") for n, m in sys.modules.items() if n.startswith("tools."))
+print("\\n".join(files))
+"""
+
+
+def expand(root: Path, text: str) -> list[str]:
+    """What make makes of a text, in words."""
+    command = ["make", "--no-print-directory", "--directory", str(root)]
+    command += [f"--eval=expand: ; @echo {text}", "expand"]
+    alone = os.environ | {"MAKEFLAGS": "", "MAKELEVEL": "0"}  # not a child of a make around it
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def digests(root: Path) -> list[str]:
+    """The digests that decide on the pristine and on the patched wheel."""
+    return expand(root, "$(PRISTINE_ID) $(SERIES_ID)")
+
+
+def test_the_digest_covers_the_modules_that_make_a_wheel() -> None:
+    command = [sys.executable, "-c", IMPORTED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {str(Path(line).relative_to(ROOT)) for line in done.stdout.splitlines()}
+    others = {"tools/common/cli.py", *(name for name in imported if name.endswith("__init__.py"))}
+    assert sorted(expand(ROOT, "$(BUILDERS)")) == sorted(imported - others)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for name in ("Makefile", "upstream.toml", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("tools", "patches"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "changed"),
+    [
+        ("pyproject.toml", r"line-length = \d+", ()),
+        ("pyproject.toml", r'^version = "\d+"', ("pristine", "series")),
+        ("upstream.toml", r"^size = \d+", ("pristine", "series")),
+        ("patches/series", r"\A", ("series",)),
+        ("tools/wheel/plan.py", r"\A", ("pristine", "series")),
+        ("tools/series/submit.py", r"\A", ()),
+        ("tools/release/build.py", r"\A", ()),
+    ],
+)
+def test_a_digest_changes_with_what_it_covers(
+    copy: Path, name: str, pattern: str, changed: tuple[str, ...]
+) -> None:
+    before = digests(copy)
+    path = copy / name
+    text, count = re.subn(pattern, r"\g<0>#", path.read_text(), count=1, flags=re.MULTILINE)
+    assert count == 1
+    path.write_text(text)
+    after = digests(copy)
+    names = ("pristine", "series")
+    assert (
+        tuple(n for n, old, new in zip(names, before, after, strict=True) if old != new) == changed
+    )

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that several verbs take, and what they print while they work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.common.pin import Project
+
+# Called with a line about what was done.
+Tell = Callable[[str], None]
+
+
+def add_tree(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tree", type=Path, help="the build tree (default: build/vllm)")
+
+
+def add_series(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--series", type=Path, help="the series (default: patches/series)")
+
+
+def add_downloads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wheelhouse", type=Path, metavar="DIR", help="take pinned files from here first"
+    )
+    parser.add_argument("--offline", action="store_true", help="never use the network")
+
+
+def tree_of(arguments: argparse.Namespace, project: Project) -> Path:
+    return arguments.tree or project.tree
+
+
+def series_of(arguments: argparse.Namespace, project: Project) -> Path:
+    return arguments.series or project.series_file
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

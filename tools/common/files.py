@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and directories that are written completely or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedRandom
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BufferedRandom]:
+    """A new file beside ``path`` that takes its name when the body succeeds."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.chmod(0o644)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write(path: Path, data: bytes | str) -> None:
+    """Replace a file in one act, or leave it as it was."""
+    with replacing(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing_all(texts: Mapping[Path, str]) -> Iterator[None]:
+    """Replace several files when the body succeeds; an error leaves all of them as they were."""
+    old = {path: path.read_bytes() if path.exists() else None for path in texts}
+    partials = {path: path.with_name(f".{path.name}.partial") for path in texts}
+    try:
+        for path, partial in partials.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(texts[path], encoding="utf-8")
+        yield
+        for path, partial in partials.items():
+            partial.replace(path)
+    except BaseException:
+        for path, data in old.items():
+            partials[path].unlink(missing_ok=True)
+            if data is None:
+                path.unlink(missing_ok=True)
+            elif path.read_bytes() != data:
+                path.write_bytes(data)
+        raise
+
+
+@contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """An empty directory beside ``target``, to be filled and perhaps renamed; gone afterwards."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent.resolve()))
+    place.chmod(0o755)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every patch at its own place in the series, as a pull request that stops there would be.
+
+vLLM imports, its own linters pass on what the patch touches, mypy says nothing that it does not say
+of the commit before, and the tests that the patch touches pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tools.common.cli import add_series, add_tree, series_of, tell, tree_of
+from tools.common.errors import ToolError
+from tools.common.files import write
+from tools.common.git import Change, Git
+from tools.common.pin import Project
+from tools.series.base import BASE_REF
+from tools.series.series import read_series
+from tools.series.tree import open_tree
+from tools.upstream.hubcache import recipe
+from tools.upstream.testrun import PASSED, SKIPPED, is_test_file, run_file, test_environment
+from tools.wheel.verify import find_site, verify_installed
+
+EXAMPLE = "--out benchmarks/results/check-patches.md"
+
+PACKAGE = "vllm"
+LIMIT_S = 600
+
+# What every patch must leave importable, beside the modules that it touches.
+MODULES = (
+    "vllm",
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+_IMPORT = """
+import importlib, pathlib, sys
+for name in sys.argv[1:]:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "vllm":
+            raise
+        print(f"{name} wants {error.name}, which is not installed")
+        continue
+    file = pathlib.Path(module.__file__).resolve()
+    if not file.is_relative_to(pathlib.Path.cwd()):
+        sys.exit(f"{name} was imported from {file}")
+"""
+
+# Programs of the environment, then vLLM's own hooks; all take file names.
+RUFF = (("ruff", "check", "--no-cache"), ("ruff", "format", "--check", "--no-cache"))
+MARKDOWN = ("rumdl", "check", "--no-cache")
+HOOKS = (
+    "check_spdx_header",
+    "check_forbidden_imports",
+    "check_torch_cuda",
+    "validate_config",
+    "check_boolean_context_manager",
+    "check_init_lazy_imports",
+)
+# As vLLM's hook: what it leaves out, and the lowest version of Python that it supports. Without
+# packages, as there, so that torch's own types do not count.
+MYPY = ("mypy", "--python-version", "3.10", "--no-site-packages", "--no-error-summary")
+MYPY_SCRIPT = "tools/pre_commit/mypy.py"
+IMPORTS, LINTERS, TYPES, TESTS = "imports", "linters", "types", "tests"
+CHECKS = (IMPORTS, LINTERS, TYPES, TESTS)
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("patches", nargs="*", metavar="PATCH", help="only these (default: all)")
+    parser.add_argument("--out", type=Path, help="where the table goes, as Markdown")
+    parser.add_argument(
+        "--installed",
+        type=Path,
+        default=Path(sys.executable),
+        metavar="SITE",
+        help="the wheel of the series, installed (default: in this Python)",
+    )
+    add_series(parser)
+    add_tree(parser)
+
+
+def run(arguments: argparse.Namespace, project: Project) -> None:
+    """Check every patch at its own place: vLLM imports, its linters pass on the files touched, mypy
+    finds nothing that it does not find before the patch, and the tests touched pass. Finished
+    checks are not repeated, so an interrupted run can be continued. The wheel of the series must be
+    installed."""
+    series_file, tree = series_of(arguments, project), tree_of(arguments, project)
+    verify_installed(project, arguments.installed, tree, series_file)
+    git = open_tree(tree, project.pin)
+    checker = Checker(git, find_site(arguments.installed), project.root / "build" / "check-patches")
+    start = time.monotonic()
+    rows = []
+    for patch, place in zip(read_series(series_file), places(git), strict=True):
+        if arguments.patches and patch.name not in arguments.patches:
+            continue
+        findings = {}
+        for check in CHECKS:
+            found = findings[check] = checker.check(place, check)
+            said = found.said if found.good else f"FAILED: {found.said}"
+            tell(f"{time.monotonic() - start:5.0f} s  {patch.name:36}  {check:8}  {said}")
+        rows.append((patch.name, findings))
+    if arguments.out:
+        about = (
+            f"{len(rows)} patches on vLLM {project.pin.version}, each with those before it and "
+            "none after it, on a CPU. Imports: the modules it touches, and the server's. Linters: "
+            "vLLM's own rules and hooks (SPDX headers among them) pass on the files it touches. "
+            "Types: mypy finds nothing that it does not find before the patch. Tests: the files "
+            "it touches. `make check-patches` writes this file."
+        )
+        arguments.out.write_text(render(rows, about), encoding="utf-8")
+    failed = [
+        f"{name}, {check}: {found.said}\n{found.details}"
+        for name, findings in rows
+        for check, found in findings.items()
+        if not found.good
+    ]
+    if failed:
+        raise ToolError(
+            f"{len(failed)} checks of patches failed",
+            where=arguments.out,
+            next_step="correct the patch (CONTRIBUTING.md, Editing a patch), then: make "
+            "check-patches",
+            details="\n".join(failed).splitlines(),
+        )
+    print(f"series: {len(rows)} patches pass at their own places")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check of one patch."""
+
+    good: bool
+    said: str  # in a word or two
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A patch's commit, and how it differs from the one before."""
+
+    commit: str
+    before: str
+    tree: str
+    changes: tuple[Change, ...]
+
+    def files(self, suffix: str) -> list[str]:
+        """Files of this kind that the patch adds or changes."""
+        return [c.path for c in self.changes if c.status != "D" and c.path.endswith(suffix)]
+
+
+def make_place(git: Git, before: str, commit: str) -> Place:
+    return Place(commit, before, git.tree_id(commit), tuple(git.changes(before, commit)))
+
+
+def places(git: Git) -> list[Place]:
+    """The patches of the applied series, in order."""
+    commits = [git.text("rev-parse", BASE_REF), *git.commits(f"{BASE_REF}..HEAD")]
+    return [make_place(git, before, commit) for before, commit in pairwise(commits)]
+
+
+class Checker:
+    """Checks patches in one work tree that goes from place to place.
+
+    Args:
+        git: the applied series.
+        site: where its wheel is installed; kernels and generated files come from there.
+        build: what is made goes there. A finished check of the same trees is not made again.
+    """
+
+    def __init__(self, git: Git, site: Path, build: Path) -> None:
+        self.git = git
+        self.site = site
+        self.build = build
+        self.tree = build / PACKAGE
+        self.results = build / "results"
+        self._at: str | None = None
+        self.results.mkdir(parents=True, exist_ok=True)
+
+    def check(self, place: Place, name: str) -> Finding:
+        """One check of one patch, or what an earlier run found."""
+        if name == TESTS:  # keeps its results itself
+            return self._check_tests(place)
+        trees = f"{self.git.tree_id(place.before)[:12]}-{place.tree[:12]}"
+        stored = self.results / f"{trees}-{_recipe()}-{name}.json"
+        if stored.is_file():
+            return Finding(**json.loads(stored.read_text()))
+        checks = {
+            IMPORTS: self._check_imports,
+            LINTERS: self._check_linters,
+            TYPES: self._check_types,
+        }
+        finding = checks[name](place)
+        write(stored, json.dumps(vars(finding), indent=1))
+        return finding
+
+    def _go_to(self, commit: str) -> None:
+        if self._at is None:
+            shutil.rmtree(self.tree, ignore_errors=True)
+            self.git.run("worktree", "prune")
+            self.git.run("worktree", "add", "--quiet", "--detach", str(self.tree.resolve()), commit)
+            self._add_built_files()
+        elif self._at != commit:
+            Git(self.tree).run("checkout", "--quiet", "--force", "--detach", commit)
+        self._at = commit
+
+    def _add_built_files(self) -> None:
+        """What a wheel has beyond the sources: kernels, generated modules."""
+        sources = self.git.files("HEAD", PACKAGE)
+        for file in (self.site / PACKAGE).rglob("*"):
+            name = file.relative_to(self.site).as_posix()
+            if file.is_file() and name not in sources and "__pycache__" not in file.parts:
+                link = self.tree / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(file.resolve())
+
+    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        # The package beside the tests comes before the installed one, also in what they start.
+        environment = test_environment(self.build, PYTHONPATH=str(self.tree.resolve()))
+        return subprocess.run(
+            command,
+            cwd=self.tree,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    def _check_imports(self, place: Place) -> Finding:
+        self._go_to(place.commit)
+        touched = [
+            re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".")
+            for file in place.files(".py")
+            if file.startswith(f"{PACKAGE}/")
+        ]
+        done = self._run(sys.executable, "-c", _IMPORT, *MODULES, *touched)
+        count = f"{len({*MODULES, *touched})} modules"
+        return Finding(done.returncode == 0, count, _tail(done.stdout) if done.returncode else "")
+
+    def _check_linters(self, place: Place) -> Finding:
+        self._go_to(place.commit)
+        python, markdown = place.files(".py"), place.files(".md")
+        commands = []
+        if python:
+            commands += [(*command, *python) for command in RUFF]
+            commands += [(sys.executable, f"tools/pre_commit/{hook}.py", *python) for hook in HOOKS]
+        if markdown:
+            commands.append((*MARKDOWN, *markdown))
+        failed = {}
+        for command in commands:
+            done = self._run(*command)
+            if done.returncode:
+                words = [Path(word).stem for word in command if not word.startswith("-")]
+                name = words[1] if command[0] == sys.executable else " ".join(words[:2])
+                failed[name] = _tail(done.stdout)
+        if failed:  # some hooks mend what they find
+            Git(self.tree).run("checkout", "--quiet", "--force", "--detach", place.commit)
+        details = "\n".join(f"{name}:\n{said}" for name, said in failed.items())
+        return Finding(
+            not failed, ", ".join(failed) or f"{len(python) + len(markdown)} files", details
+        )
+
+    def _check_types(self, place: Place) -> Finding:
+        before, after = self._mypy(place.before), self._mypy(place.commit)
+        fresh = sorted((Counter(after) - Counter(before)).elements())
+        return Finding(not fresh, f"{len(fresh)} errors" if fresh else "no error", "\n".join(fresh))
+
+    def _mypy(self, commit: str) -> list[str]:
+        """What mypy says of the whole package and its tests, without line numbers."""
+        stored = self.results / f"{self.git.tree_id(commit)[:12]}-{_recipe()}-mypy.json"
+        if stored.is_file():
+            return json.loads(stored.read_text())
+        self._go_to(commit)
+        # Which files, in which groups, stands in vLLM's own hook.
+        files = self.git.files(commit, PACKAGE, "tests")
+        groups = self._run(sys.executable, "-c", _GROUPS, *sorted(files))
+        if groups.returncode:
+            raise ToolError("vLLM's mypy hook does not say its files", details=[groups.stdout])
+        said: list[str] = []
+        for name, files in json.loads(groups.stdout).items():
+            if not files:
+                continue
+            listing = self.build / "mypy-files"
+            listing.write_text("\n".join(files))
+            follow = ("--follow-imports", "skip") if name else ()
+            cache = ("--cache-dir", str((self.build / "mypy").resolve()))
+            done = self._run(*MYPY, *follow, *cache, f"@{listing.resolve()}")
+            if done.returncode not in (0, 1):
+                raise ToolError("mypy did not run", where=commit, details=done.stdout.splitlines())
+            said += re.findall(r"^(.+?):\d+: (error: .*)$", done.stdout, re.MULTILINE)
+        errors = sorted(": ".join(pair) for pair in said)
+        write(stored, json.dumps(errors, indent=1))
+        return errors
+
+    def _check_tests(self, place: Place) -> Finding:
+        files = [file for file in place.files(".py") if is_test_file(file)]
+        passed, skipped, bad = 0, 0, []
+        for file in files:
+            key = f"{place.tree[:12]}-{recipe()[:8]}"
+            results = self.results / key / Path(file).with_suffix(".xml")
+            if not results.is_file():
+                self._go_to(place.commit)
+            environment = test_environment(self.build, PYTHONPATH=str(self.tree.resolve()))
+            for test, outcome in run_file(file, self.tree, environment, results, LIMIT_S).items():
+                passed += outcome.status == PASSED
+                skipped += outcome.status == SKIPPED or outcome.cannot_run is not None
+                if outcome.bad and not outcome.cannot_run:
+                    bad.append(f"{test}: {outcome.reason}")
+        said = f"{passed} passed" if files else "none touched"
+        said += f", {skipped} cannot run here" if skipped else ""
+        said += f", {len(bad)} failed" if bad else ""
+        return Finding(not bad, said, "\n".join(bad))
+
+
+_GROUPS = f"""
+import json, runpy, sys
+hook = runpy.run_path("{MYPY_SCRIPT}")
+names = [name for name in sys.argv[1:] if name.endswith((".py", ".pyi"))]
+print(json.dumps(hook["group_files"](names)))
+"""
+
+
+def _recipe() -> str:
+    """A digest of how the checks are made."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+
+
+def _tail(text: str, lines: int = 12) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def render(rows: Iterable[tuple[str, dict[str, Finding]]], about: str) -> str:
+    """The record of all checks, as Markdown: a row for each patch by file name."""
+    lines = ["# Every patch at its own place", "", about, ""]
+    lines += [f"| Patch | {' | '.join(c.capitalize() for c in CHECKS)} |", "| --- " * 5 + "|"]
+    details = []
+    for name, findings in rows:
+        cells = [
+            findings[check].said if findings[check].good else f"**{findings[check].said}**"
+            for check in CHECKS
+        ]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        details += [
+            line
+            for check in CHECKS
+            if not findings[check].good
+            for line in (f"`{name}`, {check}:", "", "```text", findings[check].details, "```", "")
+        ]
+    if details:
+        lines += ["", "## What failed", "", *details[:-1]]
+    return "\n".join(lines) + "\n"

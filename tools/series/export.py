@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From commits to patch files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.common.cli import add_series, add_tree, series_of, tree_of
+from tools.common.errors import Problems, ToolError
+from tools.common.git import Git
+from tools.common.pin import Project
+from tools.series.apply import am, scratch_worktree
+from tools.series.base import BASE_REF
+from tools.series.check import check_patch
+from tools.series.patch import Patch, slug
+from tools.series.series import Series, fingerprint, read_series, write_series
+from tools.series.tree import (
+    EXPORTED_REF,
+    Record,
+    open_tree,
+    read_record,
+    refuse_dirt,
+    refuse_unfinished,
+    write_record,
+)
+
+EXAMPLE = "--check"
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    add_series(parser)
+    add_tree(parser)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a file would change"
+    )
+    parser.add_argument(
+        "--drop",
+        metavar="PATCH",
+        action="append",
+        default=[],
+        help="remove this patch, whose commit is gone on purpose (may be repeated)",
+    )
+
+
+def run(arguments: argparse.Namespace, project: Project) -> None:
+    """Write the commits of the build tree to patches/, one file each. All or nothing; a patch
+    keeps its file name through edits, and a commit that did not change keeps its bytes."""
+    done = export_series(
+        project,
+        series_of(arguments, project),
+        tree_of(arguments, project),
+        check=arguments.check,
+        drop=arguments.drop,
+    )
+    if arguments.check and done.stale:
+        raise ToolError(
+            f"{len(done.stale)} files of the series are not what the build tree exports",
+            next_step="python -m tools series export",
+            details=done.stale,
+        )
+    for name in done.written:
+        print(f"wrote {name}")
+    for name in done.removed:
+        print(f"removed {name}")
+    print(f"series: {len(done.series)} patches, {len(done.stale)} files changed")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export, as names of patch files."""
+
+    series: Series
+    written: tuple[str, ...]
+    removed: tuple[str, ...]
+    reordered: bool
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Files that differ from what the commits say."""
+        return (*self.written, *self.removed, *(["series"] if self.reordered else []))
+
+
+def format_patch(git: Git, commit: str) -> bytes:
+    """One commit as a patch file; the bytes depend on nothing but the commit."""
+    done = git.run(
+        "-c",
+        "diff.suppressBlankEmpty=false",  # am takes both spellings of an empty line, bytes do not
+        "-c",
+        "log.showSignature=false",
+        "format-patch",
+        "-1",
+        "--stdout",
+        "--always",  # an empty commit too, so that it can be named and refused
+        "--no-signature",  # else the last line is the version of git
+        "--zero-commit",  # else an edit below changes the first line of every patch above
+        "--no-numbered",  # else a patch more changes every subject to 1/n
+        "--subject-prefix=PATCH",  # am cuts this off again and leaves [Core] alone
+        "--patch",
+        "--no-stat",  # its columns depend on the longest name
+        "--full-index",  # abbreviations grow with the repository; apply compares whole ids
+        "--diff-algorithm=myers",  # the default may change or be configured
+        "--unified=3",
+        "--inter-hunk-context=0",
+        "-O/dev/null",  # files in the order of their paths
+        "--no-renames",  # a detected rename depends on thresholds
+        "--no-indent-heuristic",  # where a hunk may slide depends on the version's taste
+        "--src-prefix=a/",
+        "--dst-prefix=b/",
+        "--no-color",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-relative",
+        "--no-cover-letter",
+        "--no-attach",
+        "--no-thread",
+        "--no-base",
+        "--no-signoff",
+        "--no-notes",
+        "--pretty=email",
+        "--no-to",
+        "--no-cc",
+        "--no-add-header",
+        "--no-from",  # the author stands in From:, whoever exports
+        "--encode-email-headers",
+        commit,
+    )
+    return done.stdout
+
+
+def name_patches(patches: Sequence[tuple[str, str, str]], old: Series) -> list[str]:
+    """A file name for each (subject, author, date); a patch keeps its name through edits.
+
+    The i-th commit with a subject keeps the name of the i-th patch with that subject; a reworded
+    one is known by its author and date; a new one is named for its subject.
+    """
+    names: list[str | None] = [None] * len(patches)
+    free = list(old)
+    for key in (lambda p: p[0], lambda p: (p[1], p[2])):
+        for i, facts in enumerate(patches):
+            if names[i] is None:
+                like = [
+                    patch
+                    for patch in free
+                    if key((patch.subject, patch.author, patch.date)) == key(facts)
+                ]
+                if like:
+                    names[i] = like[0].name
+                    free.remove(like[0])
+    chosen = [name or f"{slug(facts[0])}.patch" for name, facts in zip(names, patches, strict=True)]
+    # A name that an old patch just gave up may be taken again; two of this export may not clash.
+    for name in chosen:
+        if chosen.count(name) > 1 or name == ".patch":
+            subjects = [
+                facts[0] for facts, other in zip(patches, chosen, strict=True) if other == name
+            ]
+            raise ToolError(
+                "two patches would have the same file name" if name != ".patch" else "no name",
+                where=name,
+                expected="subjects that differ",
+                found=" / ".join(subjects),
+                next_step="reword one: git -C build/vllm rebase -i refs/re/base",
+            )
+    return chosen
+
+
+def export_series(
+    project: Project,
+    series_file: Path,
+    tree: Path,
+    *,
+    check: bool = False,
+    drop: Sequence[str] = (),
+) -> Exported:
+    """Write the commits of ``tree`` to the series, completely or not at all.
+
+    With ``check`` everything is done but the writing.
+    """
+    git = open_tree(tree, project.pin)
+    refuse_unfinished(git)
+    refuse_dirt(git)
+    commits = _exportable(git)
+    old = read_series(series_file) if series_file.exists() else Series()
+    drafts = [Patch("draft", format_patch(git, commit)) for commit in commits]
+    names = name_patches([(d.subject, d.author, d.date) for d in drafts], old)
+    new = Series(tuple(Patch(name, d.data) for name, d in zip(names, drafts, strict=True)))
+    if problems := [problem for patch in new for problem in check_patch(patch)]:
+        raise Problems("commits that break the rules of the series", problems)
+    before = {patch.name: patch.data for patch in old}
+    written = tuple(patch.name for patch in new if before.get(patch.name) != patch.data)
+    removed = tuple(name for name in before if name not in names)
+    if not check:
+        _refuse_silent_loss(removed, drop)
+        _refuse_strays(series_file, new, before)
+    exported = Exported(new, written, removed, reordered=names != [patch.name for patch in old])
+    proof = Record(fingerprint(new, project.pin), git.tree_id("HEAD"))
+    if read_record(git) != proof:
+        _prove_round_trip(git, new, commits)
+    if not check:
+        if exported.stale:
+            write_series(series_file, new, removed)
+        git.run("update-ref", EXPORTED_REF, "HEAD")
+        write_record(git, proof)
+    return exported
+
+
+def _exportable(git: Git) -> list[str]:
+    """The commits above the base, oldest first; what cannot be a series is refused."""
+    onto = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
+    base = git.commit_id(BASE_REF)
+    if git.run("merge-base", "--is-ancestor", BASE_REF, "HEAD", accept=(0, 1)).returncode:
+        raise ToolError(
+            "HEAD does not stand on the base commit",
+            where=git.path,
+            expected=f"{base} among its ancestors",
+            found=git.oneline("HEAD"),
+            next_step=f"put your commits on the base: git -C {git.path} rebase -i --onto "
+            f"{BASE_REF} <the commit before yours>",
+        )
+    commits = git.commits(f"{BASE_REF}..HEAD")
+    if not commits:
+        raise ToolError(
+            "there is nothing to export; the series stays as it is",
+            where=git.path,
+            expected="commits above the base",
+            found=f"none: HEAD is {BASE_REF}",
+            next_step="python -m tools series apply",
+        )
+    problems = []
+    for commit in commits:
+        line = git.oneline(commit)
+        if len(git.parents(commit)) > 1:
+            problems.append(
+                ToolError("a merge commit has no patch", found=line, next_step=f"linearise: {onto}")
+            )
+        elif git.message(commit).startswith(("fixup!", "squash!", "amend!")):
+            problems.append(ToolError("a commit waits to be squashed", found=line, next_step=onto))
+    if problems:
+        raise Problems("commits that cannot be patches", problems)
+    return commits
+
+
+def _refuse_silent_loss(removed: Sequence[str], drop: Sequence[str]) -> None:
+    """A patch without a commit is only dropped by name: a half-applied series loses nothing."""
+    if lost := [name for name in removed if name not in drop]:
+        raise ToolError(
+            "patches of the series have no commit in the build tree",
+            expected="a commit for every patch",
+            found=f"none for {', '.join(lost)}",
+            next_step="to remove them: series export " + " ".join(f"--drop {n}" for n in lost),
+        )
+
+
+def _refuse_strays(series_file: Path, new: Series, before: dict[str, bytes]) -> None:
+    """A file that no series listed is somebody's work: it is not written over."""
+    for patch in new:
+        path = series_file.parent / patch.name
+        if patch.name not in before and path.exists() and path.read_bytes() != patch.data:
+            raise ToolError(
+                "a file that is not in the series stands where a new patch would go",
+                where=path,
+                next_step="move it away, then export again",
+            )
+
+
+def _prove_round_trip(git: Git, series: Series, commits: Sequence[str]) -> None:
+    """Apply what would be written: each patch must give back its commit's tree and message."""
+    with scratch_worktree(git) as scratch:
+        for patch, commit in zip(series, commits, strict=True):
+            again = am(scratch, patch)
+            same_tree = git.tree_id(again) == git.tree_id(commit)
+            if not same_tree or git.message(again).split() != git.message(commit).split():
+                raise ToolError(
+                    "a patch would not give back its commit",
+                    where=git.oneline(commit),
+                    expected="the same message" if same_tree else "the same files",
+                    found=git.oneline(again),
+                    next_step="look for a line in the message that begins like a diff, such as ---",
+                )

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fingerprint of the series."""
+
+from __future__ import annotations
+
+import argparse
+
+from tools.common.cli import add_series, series_of
+from tools.common.pin import Project
+from tools.series.series import fingerprint, read_series
+
+EXAMPLE = "--series patches/series"
+declare = add_series
+
+
+def run(arguments: argparse.Namespace, project: Project) -> None:
+    """Print one sha256 over the pin's source, the order of the series and every byte of it."""
+    print(fingerprint(read_series(series_of(arguments, project)), project.pin))

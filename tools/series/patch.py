@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One patch file: its message, its headers, its diff."""
+
+from __future__ import annotations
+
+import email
+import email.policy
+import io
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+
+from unidiff.errors import UnidiffParseError
+from unidiff.patch import PatchSet
+
+from tools.common.errors import LintProblem
+
+PROJECT_NAME = "vLLM routed experts"
+PROJECT_EMAIL = "patches@vllm-routed-experts.invalid"
+IDENTITY = f"{PROJECT_NAME} <{PROJECT_EMAIL}>"
+
+# What may stand after "Upstream-Status:", and what its argument says.
+STATUSES = {
+    "Pending": "Pending [why it was not sent yet] (the reason may be left out)",
+    "Submitted": "Submitted [where: a link]",
+    "Backport": "Backport [the upstream commit or release]",
+    "Denied": "Denied [where, and why it is kept]",
+    "Inappropriate": "Inappropriate [why upstream would not want it]",
+}
+
+_STATUS = re.compile(r"Upstream-Status: (\w+)(?: \[(\S[^\]]*)\])?")
+# Headers that only the series reads; upstream gets the message without them.
+OWN_HEADER = re.compile(r"(?:Upstream-Status|Drop-when|Needs):")
+
+
+def strip_prefix(subject: str) -> str:
+    """The subject without what ``git format-patch`` put before it.
+
+    >>> strip_prefix("[PATCH] [Core] Keep rows")
+    '[Core] Keep rows'
+    >>> strip_prefix("[PATCH 2/3] Keep rows")
+    'Keep rows'
+    """
+    return re.sub(r"^\[PATCH[^\]]*\]\s*", "", subject)
+
+
+def slug(subject: str) -> str:
+    """A file name from a subject: tags left out, words joined by hyphens.
+
+    >>> slug("[Core][MoE] Rows travel with their token")
+    'rows-travel-with-their-token'
+    >>> slug("[Bugfix] CPU: don't crash on `SYNTHETIC_MODE`")
+    'cpu-dont-crash-on-synthetic-mode'
+    >>> slug("[Core]")
+    ''
+    """
+    words = re.sub(r"^(\s*\[[^\]]*\])+", "", subject).lower().replace("'", "")
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+
+
+def parse_status(line: str) -> tuple[str, str | None] | None:
+    """The status and its argument, or None where the line is malformed.
+
+    >>> parse_status("Upstream-Status: Backport [0.21.0]")
+    ('Backport', '0.21.0')
+    >>> parse_status("Upstream-Status: Pending")
+    ('Pending', None)
+    >>> parse_status("Upstream-Status: Denied") is None  # says neither where nor why
+    True
+    >>> parse_status("upstream-status: pending") is None
+    True
+    """
+    match = _STATUS.fullmatch(line.rstrip())
+    if not match or match[1] not in STATUSES or (match[2] is None and match[1] != "Pending"):
+        return None
+    return match[1], match[2]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A file of the series, as bytes; everything else is read off them."""
+
+    name: str
+    data: bytes
+
+    @cached_property
+    def _parts(self) -> tuple[bytes, bytes]:
+        start = re.search(rb"^diff --git ", self.data, re.MULTILINE)
+        at = start.start() if start else len(self.data)
+        return self.data[:at], self.data[at:]
+
+    @cached_property
+    def _mail(self) -> email.message.EmailMessage:
+        head = re.sub(rb"\AFrom [^\n]*\n", b"", self._parts[0])
+        return email.message_from_bytes(head, policy=email.policy.default)
+
+    @property
+    def diff_bytes(self) -> bytes:
+        return self._parts[1]
+
+    @cached_property
+    def subject(self) -> str:
+        """Unfolded, without ``[PATCH]``."""
+        return strip_prefix(" ".join(str(self._mail.get("Subject", "")).split()))
+
+    @property
+    def author(self) -> str:
+        return str(self._mail.get("From", ""))
+
+    @property
+    def date(self) -> str:
+        return str(self._mail.get("Date", ""))
+
+    @cached_property
+    def body(self) -> str:
+        payload = self._mail.get_payload(decode=True)
+        text = payload.decode("utf-8", "replace") if isinstance(payload, bytes) else ""
+        return re.split(r"^---$", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+    @cached_property
+    def status(self) -> str:
+        """The status as it stands in the header, or ``?``."""
+        for line in self.body.splitlines():
+            if parsed := parse_status(line):
+                return parsed[0] if parsed[1] is None else f"{parsed[0]} [{parsed[1]}]"
+        return "?"
+
+    @cached_property
+    def needs(self) -> tuple[str, ...]:
+        """The earlier patches that ``Needs:`` headers name, without those that these need."""
+        lines = [line for line in self.body.splitlines() if line.startswith("Needs:")]
+        words = (word.strip() for line in lines for word in line.removeprefix("Needs:").split(","))
+        return tuple(word for word in words if word)
+
+    @cached_property
+    def diff(self) -> PatchSet:
+        text = self.diff_bytes.decode("utf-8", "surrogateescape")
+        try:
+            return PatchSet(io.StringIO(text, newline="\n"))
+        except UnidiffParseError as error:
+            raise LintProblem(
+                "the diff cannot be read",
+                where=self.name,
+                found=str(error).strip(),
+                next_step="restore the patch, or rewrite it: python -m tools series export",
+            ) from error
+
+    @cached_property
+    def blobs(self) -> dict[str, tuple[str, str]]:
+        """Blob ids before and after, by path, as the diff's own ``index`` lines state them."""
+        found: dict[str, tuple[str, str]] = {}
+        for file in self.diff:
+            for line in file.patch_info or ():
+                if match := re.match(r"index ([0-9a-f]+)\.\.([0-9a-f]+)", line):
+                    found[file.path] = (match[1], match[2])
+        return found
+
+
+def leaves_tree(path: str) -> bool:
+    """Whether a path of a diff, without its ``a/`` or ``b/``, is outside the tree or in ``.git``.
+
+    >>> leaves_tree("vllm/envs.py")
+    False
+    >>> leaves_tree("vllm/../../etc/passwd"), leaves_tree("/etc/passwd"), leaves_tree(".git/config")
+    (True, True, True)
+    """
+    parts = PurePosixPath(path).parts
+    return path.startswith("/") or ".." in parts or any(p.lower() == ".git" for p in parts)
+
+
+def check_paths(patch: Patch) -> list[LintProblem]:
+    """Files that a patch may not change, and paths outside the tree."""
+    found = [] if patch.diff else [("the patch changes nothing", "no diff", "a changed file")]
+    for file in patch.diff:
+        names = {re.sub(r"^[ab]/", "", name) for name in (file.source_file, file.target_file)}
+        for line in file.patch_info or ():
+            if match := re.match(r"(?:rename|copy) (?:from|to) (.*)", line.rstrip("\n")):
+                names.add(match[1])
+            elif match := re.match(r"diff --git a/(.*) b/(.*)", line.rstrip("\n")):
+                names.update(match.groups())
+        for name in sorted(names - {"/dev/null"}):
+            if leaves_tree(name.strip('"')):
+                found.append(("a path leaves the tree", name, "a path below the tree"))
+        if file.is_binary_file:
+            found.append(("a binary file is changed", file.path, "text"))
+        if file.is_symlink or file.is_submodule:
+            found.append(("a link is changed", file.path, "a regular file"))
+    step = "take that file out of the commit" if patch.diff else "drop the commit"
+    return [
+        LintProblem(
+            what,
+            where=patch.name,
+            found=name,
+            expected=expected,
+            next_step=f"{step}, then: series export",
+        )
+        for what, name, expected in found
+    ]

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches of the series, merged onto another release by git's own sequencer.
+
+A stage directory holds ``vllm``, where the patches are replayed and conflicts are resolved;
+``new``, the pin and the series of the result; and ``state.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tools.common.cli import Tell
+from tools.common.errors import ToolError
+from tools.common.files import write
+from tools.common.git import Git
+from tools.common.pin import Project
+from tools.series.apply import apply_series
+from tools.series.base import BASE_REF, commit_base, unpack_source
+from tools.series.clone import open_clone
+from tools.series.series import Series, fingerprint, read_series
+from tools.series.target import Target, render_pin
+from tools.series.tree import APPLIED_REF
+from tools.source.download import fetch
+
+OLD_BASE = "refs/re/rebase/base"
+OLD_APPLIED = "refs/re/rebase/applied"
+
+REPLAYING, INSTALLING = "replaying", "installing"
+CONFLICT, CONTAINED, EMPTY = "conflict", "contained", "empty"
+COMMAND = "python -m tools series rebase"
+
+# The two letters of git's status for a path that it could not merge. "There" is the release with
+# the patches before.
+_KINDS = {
+    "DD": "neither there nor in the patch",
+    "AU": "added there",
+    "UD": "changed there, and the patch deletes it",
+    "UA": "added by the patch",
+    "DU": "not there, and the patch changes it",
+    "AA": "both added it",
+    "UU": "both changed it",
+}
+
+
+@dataclass(frozen=True)
+class Clash:
+    """A file that could not be merged."""
+
+    path: str
+    kind: str
+    places: int  # with conflict markers; 0 where one side has no such file
+
+    def __str__(self) -> str:
+        number = {0: "", 1: ", 1 place"}.get(self.places, f", {self.places} places")
+        return f"{self.path}: {self.kind}{number}"
+
+
+@dataclass
+class State:
+    """How far a rebase came; kept in a file from one command to the next.
+
+    Replaying from ``head`` and ``done`` gives the same result at any time, so an interruption
+    loses nothing.
+    """
+
+    before: str  # vLLM's version
+    onto: str
+    fingerprint: str  # of the pin and series that it began with
+    patches: list[str]
+    head: str  # the commit in the new tree that the next patch goes onto
+    done: int = 0  # patches that are in ``head`` or left out
+    drop_contained: bool = False
+    left_out: dict[str, str] = field(default_factory=dict)  # patch: why
+    stop: str | None = None  # why it waits for a person: CONFLICT or CONTAINED
+    phase: str = REPLAYING
+    gitlink: str | None = None  # the submodule's commit before, where it is to be changed
+
+    def __str__(self) -> str:
+        at = f", stopped at {self.patches[self.done]}" if self.done < len(self.patches) else ""
+        return f"{self.done} of {len(self.patches)} patches done{at}"
+
+
+def place(project: Project) -> Path:
+    return project.root / "build" / "rebase"
+
+
+def read_state(project: Project) -> State | None:
+    """The rebase under way, or None."""
+    path = place(project) / "state.json"
+    return State(**json.loads(path.read_text())) if path.exists() else None
+
+
+def need_state(project: Project) -> State:
+    state = read_state(project)
+    if state is None:
+        raise ToolError(
+            "no rebase is under way",
+            where=place(project),
+            next_step=f"begin one: {COMMAND} --onto <version>",
+        )
+    return state
+
+
+def save(stage: Path, state: State) -> None:
+    write(stage / "state.json", json.dumps(asdict(state), indent=2) + "\n")
+
+
+def state_of(project: Project) -> str:
+    """A digest of the pin and the series, to notice edits made during a rebase."""
+    pin = (project.root / "upstream.toml").read_text(encoding="utf-8")
+    series = fingerprint(read_series(project.series_file), project.pin)
+    return hashlib.sha256(f"{series} {pin}".encode()).hexdigest()
+
+
+def set_up(
+    project: Project, target: Target, clone: Path | None, series: Series, stage: Path
+) -> Git:
+    """Fill the empty directory ``stage`` with everything that a replay needs."""
+    apply_series(project, series, project.tree)  # refuses what would be lost
+    tree = stage / "vllm"
+    tree.mkdir()
+    git, tree_id = unpack_source(fetch(target.source, project), target.archive_only, tree)
+    if clone and tree_id != (wanted := open_clone(clone).tree_id(target.commit)):
+        raise ToolError(
+            "the source archive does not hold the files of the tag",
+            where=target.source.filename,
+            expected=f"tree {wanted} of {target.tag} in {clone}",
+            found=f"tree {tree_id}",
+            next_step="add what the archive has beyond the tag to archive_only in upstream.toml",
+        )
+    new = stage / "new"
+    shutil.copytree(project.series_file.parent, new / "patches", symlinks=True)
+    text = (project.root / "upstream.toml").read_text(encoding="utf-8")
+    write(new / "upstream.toml", render_pin(text, target, tree_id))
+    commit_base(git, Project(new).pin)
+    refs = [f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}"]
+    git.run("fetch", "--quiet", "--no-tags", project.tree.resolve().as_uri(), *refs)
+    return git
+
+
+def old_commits(git: Git) -> list[str]:
+    """The commits of the patches on the old base, in order."""
+    return git.commits(f"{OLD_BASE}..{OLD_APPLIED}")
+
+
+def clashes(git: Git) -> tuple[Clash, ...]:
+    found = []
+    for row in git.run("status", "--porcelain", "-z").stdout.decode(errors="replace").split("\0"):
+        if row[:2] in _KINDS:
+            path = git.path / row[3:]
+            lines = path.read_bytes().splitlines() if path.is_file() else []
+            places = sum(line.startswith(b"<<<<<<< ") for line in lines)
+            found.append(Clash(row[3:], _KINDS[row[:2]], places))
+    return tuple(found)
+
+
+def pick(git: Git, commits: str, *options: str) -> str | None:
+    """Merge a commit or a range into HEAD; None, or why git stopped at CHERRY_PICK_HEAD.
+
+    CONTAINED: nothing is left to commit, because HEAD has the change already.
+    """
+    done = git.run(
+        "-c",
+        "merge.conflictStyle=diff3",  # shows the old release's lines too
+        "cherry-pick",
+        *options,
+        commits,
+        accept=(0, 1, 128),
+    )
+    if done.returncode == 0:
+        return None
+    if clashes(git):
+        return CONFLICT
+    if git.commit_id("CHERRY_PICK_HEAD") and not git.differs("--cached", "HEAD"):
+        return CONTAINED
+    raise ToolError(
+        "git could not replay a patch",
+        where=git.path,
+        details=(done.stdout + done.stderr).decode(errors="replace").splitlines(),
+    )
+
+
+def forget_pick(git: Git, head: str) -> None:
+    """Stand on ``head``, with nothing of an unfinished pick left."""
+    git.run("cherry-pick", "--quit")
+    git.run("reset", "--quiet", "--hard", head)
+    git.run("clean", "--quiet", "--force", "-d")
+
+
+def replay(project: Project, state: State, tell: Tell) -> None:
+    """Replay the patches that are left, or stop and say what to do."""
+    stage = place(project)
+    git = Git(stage / "vllm")
+    if state_of(project) != state.fingerprint:
+        raise ToolError(
+            "the pin or the series changed since the rebase began; nothing is overwritten",
+            where=project.root,
+            expected="upstream.toml and patches/ as they were",
+            next_step=f"put them back (git restore), or begin again: {COMMAND} --abort",
+        )
+    _resolve(stage, state, git)
+    commits = old_commits(git)
+    while state.done < len(commits):
+        forget_pick(git, state.head)
+        before = commits[state.done - 1] if state.done else OLD_BASE
+        stop = pick(git, f"{before}..{OLD_APPLIED}")
+        stopped_at = git.commit_id("CHERRY_PICK_HEAD") if stop else None
+        reached = commits.index(stopped_at) if stopped_at else len(commits)
+        for number in range(state.done, reached):
+            tell(f"[{number + 1:2}/{len(commits)}] {state.patches[number]}: applied")
+        state.done, state.head, state.stop = reached, git.text("rev-parse", "HEAD"), stop
+        if stop == CONTAINED and state.drop_contained:
+            tell(f"[{reached + 1:2}/{len(commits)}] {state.patches[reached]}: dropped")
+            leave_out(state)
+        save(stage, state)
+        if state.stop:
+            raise _stopped(state, git, state.stop)
+
+
+def catch_up(state: State, git: Git) -> None:
+    """Take notice of commits that a person made with plain git since the rebase stopped."""
+    made = len(git.commits(f"{state.head}..HEAD"))
+    if made:
+        state.done += made
+        state.head = git.text("rev-parse", "HEAD")
+        state.stop = CONFLICT if git.commit_id("CHERRY_PICK_HEAD") else None
+
+
+def leave_out(state: State) -> None:
+    """Leave the patch that the rebase stopped at out of the series."""
+    why = f"vLLM {state.onto} contains it" if state.stop == CONTAINED else "skipped"
+    state.left_out[state.patches[state.done]] = why
+    state.done += 1
+    state.stop = None
+
+
+def _resolve(stage: Path, state: State, git: Git) -> None:
+    """Commit a person's resolution of the conflict that the rebase stopped at."""
+    if state.stop is None:
+        return
+    catch_up(state, git)
+    picking = git.commit_id("CHERRY_PICK_HEAD")
+    if picking is None and git.differs("HEAD"):
+        raise ToolError(
+            "there are changes beside a commit that was made already",
+            where=git.path,
+            found=git.oneline("HEAD"),
+            next_step=f"git -C {git.path} commit --amend --no-edit, then: {COMMAND} --continue",
+        )
+    if picking and state.stop:
+        if state.stop == CONTAINED:
+            raise _stopped(state, git, CONTAINED)
+        _refuse_unresolved(git)
+        git.run("add", "--update", ".")
+        if not git.differs("--cached", "HEAD"):
+            raise _stopped(state, git, EMPTY)
+        git.run("commit", "--quiet", "--cleanup=verbatim", "-C", picking)  # message, author, date
+        state.head = git.text("rev-parse", "HEAD")
+        state.done += 1
+    state.stop = None
+    save(stage, state)
+
+
+def _refuse_unresolved(git: Git) -> None:
+    names = git.text("diff", "--name-only", "HEAD").splitlines()
+    files = [(name, git.path / name) for name in names if (git.path / name).is_file()]
+    markers = (b"<<<<<<< ", b">>>>>>> ")
+    if marked := [
+        name
+        for name, path in files
+        if any(line.startswith(markers) for line in path.read_bytes().split(b"\n"))
+    ]:
+        raise ToolError(
+            "conflict markers are left",
+            where=git.path,
+            expected="no line that begins with <<<<<<< or >>>>>>>",
+            found=", ".join(marked),
+            next_step=f"edit these files, then: {COMMAND} --continue",
+        )
+    if untracked := [row[3:] for row in git.dirt() if row.startswith("??")]:
+        raise ToolError(
+            "there are files that git does not track",
+            where=git.path,
+            found=", ".join(untracked),
+            next_step=f"git -C {git.path} add (or delete) them, then: {COMMAND} --continue",
+        )
+
+
+def _stopped(state: State, git: Git, why: str) -> ToolError:
+    where = f"{state.patches[state.done]}, {state.done + 1} of {len(state.patches)}"
+    undo = f"to leave everything as it was: {COMMAND} --abort"
+    if why == CONTAINED:
+        return ToolError(
+            f"vLLM {state.onto} contains a patch already",
+            where=where,
+            next_step=f"drop it from the series: {COMMAND} --drop",
+            details=[undo],
+        )
+    if why == EMPTY:
+        return ToolError(
+            "nothing is left of a patch after its conflict was resolved",
+            where=where,
+            next_step=f"leave it out of the series: {COMMAND} --skip",
+            details=[f"or change something in {git.path}, then: {COMMAND} --continue", undo],
+        )
+    found = clashes(git)
+    return ToolError(
+        f"a patch conflicts with vLLM {state.onto}",
+        where=where,
+        found=f"files that cannot be merged: {len(found)}, in {git.path}",
+        next_step=f"edit them there (git add what is new), then: {COMMAND} --continue",
+        details=[*map(str, found), f"to leave the patch out: {COMMAND} --skip", undo],
+    )
+
+
+# --- dry run ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What happens to a patch when those before it are resolved in their own favour."""
+
+    name: str
+    verdict: str  # "clean", CONTAINED or CONFLICT
+    clashes: tuple[Clash, ...] = ()
+
+
+def attempt(git: Git, name: str, commit: str) -> Trial:
+    """Try one patch on HEAD; a conflict is resolved in favour of the patch for those after it."""
+    stop = pick(git, commit)
+    if stop is None:
+        return Trial(name, "clean")
+    found = clashes(git)
+    forget_pick(git, "HEAD")
+    if stop == CONFLICT and (again := pick(git, commit, "-X", "theirs")):
+        for path in (clash.path for clash in clashes(git)):
+            if path in git.files(commit, path):
+                git.run("checkout", commit, "--", path)
+            else:
+                git.run("rm", "--quiet", "--force", "--", path)
+        if again == CONFLICT and git.differs("--cached", "HEAD"):
+            git.run("commit", "--quiet", "-C", commit)
+        forget_pick(git, "HEAD")
+    return Trial(name, stop, found)
+
+
+def render_trials(trials: Sequence[Trial], target: Target, before: str) -> str:
+    """The trials as Markdown: a row for each patch that does not simply apply."""
+    verdicts = [trial.verdict for trial in trials]
+    clean, conflict, contained = map(verdicts.count, ("clean", CONFLICT, CONTAINED))
+    lines = [
+        f"## From vLLM {before} onto {target.version}",
+        "",
+        f"{len(trials)} patches: {clean} apply, {conflict} conflict, {contained} are contained "
+        f"already. Source: `{target.source.filename}`, sha256 `{target.source.sha256}`.",
+        "",
+    ]
+    if clean != len(trials):
+        lines += ["| Patch | Verdict | Where |", "| --- | --- | --- |"]
+        for trial in trials:
+            if trial.verdict != "clean":
+                where = "<br>".join(f"`{c.path}`{str(c)[len(c.path) :]}" for c in trial.clashes)
+                lines.append(f"| `{trial.name}` | {trial.verdict} | {where} |")
+        lines.append("")
+    return "\n".join(lines)

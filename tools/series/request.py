@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a pull request to vLLM, as a draft that a person completes and sends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from tools.common.git import Git
+from tools.series.check_patches import Finding
+from tools.series.patch import OWN_HEADER, PROJECT_EMAIL, Patch
+from tools.upstream.testrun import is_test_file
+
+_TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
+_TRAILER = re.compile(r"[A-Z][A-Za-z-]+-by: ")
+
+
+def split_body(patch: Patch) -> tuple[list[str], list[str]]:
+    """The lines of a message that upstream gets, and the trailers among them apart."""
+    lines = [
+        line
+        for line in patch.body.strip().splitlines()
+        if not OWN_HEADER.match(line) and PROJECT_EMAIL not in line
+    ]
+    return (
+        [line for line in lines if not _TRAILER.match(line)],
+        [line for line in lines if _TRAILER.match(line)],
+    )
+
+
+def render_request(
+    git: Git,
+    base: str,
+    label: str,
+    patches: Sequence[Patch],
+    below: int,
+    head: str,
+    findings: Mapping[str, Finding],
+) -> str:
+    """The pull request's text, after the template that the commit ``base``, named ``label``, has.
+
+    ``head`` is the branch: ``below`` commits of other pull requests, then the patches.
+    """
+    files = [c.path for c in git.changes(f"{head}~{len(patches)}", head) if c.status != "D"]
+    purpose, tested = [], []
+    for patch in patches:
+        why, how = _parts(patch)
+        purpose += [f"### {patch.subject}", why] if len(patches) > 1 else [why]
+        tested.append(how)
+    if below:
+        last = "commit" if len(patches) == 1 else f"{len(patches)} commits"
+        subjects = (git.subject(commit) for commit in git.commits(f"{base}..{head}")[:below])
+        purpose += [
+            f"**Stacked.** This branch stands on {count_commits(below)} of other pull requests, to "
+            f"be reviewed first; this one is about the last {last}. Below it:",
+            "\n".join(f"- {subject}" for subject in subjects),
+        ]
+    commands = [f".venv/bin/python -m pytest {file} -v" for file in files if is_test_file(file)]
+    commands.append(f"pre-commit run --files {' '.join(files)}")
+    keywords = re.sub(r"^(\[[^\]]*\])+\s*", "", patches[0].subject)
+    text = f"""\
+<!-- A draft on {label}. Nothing was sent: read every line, fill in the dots, then
+     send it yourself. Remove this comment. -->
+
+Title: {patches[0].subject}{" (and more)" if len(patches) > 1 else ""}
+
+## Purpose
+
+{_paragraphs(purpose)}
+
+## Test Plan
+
+```bash
+{_lines(commands)}
+```
+
+{_paragraphs(tested)}
+
+## Test Result
+
+{_lines(_results(findings, label))}
+
+## Statements
+
+- Not a duplicate because: ... (what `gh issue view` and `gh pr list --repo \
+vllm-project/vllm --state open --search "{keywords}"` found)
+- AI assistance: ... (which, for what; every changed line was read by: ...)
+
+---
+{_checklist(git, base)}
+"""
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+_lines = "\n".join
+_paragraphs = "\n\n".join
+
+
+def count_commits(number: int) -> str:
+    return "1 commit" if number == 1 else f"{number} commits"
+
+
+def _parts(patch: Patch) -> tuple[str, str]:
+    """Why the patch exists, and how it was tested, out of its message."""
+    paragraphs = re.split(r"\n\s*\n", "\n".join(split_body(patch)[0]))
+    texts = [text.strip() for text in paragraphs if text.strip()]
+    how = [text for text in texts if re.match(r"Tests?(ed)?:", text)]
+    return "\n\n".join(text for text in texts if text not in how), "\n\n".join(how)
+
+
+def _results(findings: Mapping[str, Finding], label: str) -> list[str]:
+    if not findings:
+        return [f"... (not run on this branch yet: run the plan on {label}, put the output here)"]
+    lines = [f"On {label}, on a CPU:", "", "| Check | Result |", "| --- | --- |"]
+    for check, found in findings.items():
+        said = found.said if found.good else f"**failed**: {found.said}"
+        lines.append(f"| {check} | {said} |")
+    for check, found in findings.items():
+        if not found.good:
+            lines += ["", f"{check}:", "", "```text", found.details, "```"]
+    return lines
+
+
+def _checklist(git: Git, base: str) -> str:
+    """Upstream's own checklist, unticked: ticking it is the person's."""
+    files = git.files(base, _TEMPLATE)
+    if _TEMPLATE not in files:
+        return "(the base has no template for pull requests)"
+    blob = files[_TEMPLATE].blob
+    text = git.contents([blob])[blob].decode(errors="replace")
+    match = re.search(r"<details>.*</details>", text, re.DOTALL)
+    return match[0] if match else text

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``patches/series`` and the files it lists: reading, checking, writing as one act."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.common.errors import LintProblem, Problems, ToolError
+from tools.common.files import staging, write
+from tools.common.pin import Pin
+from tools.series.patch import Patch
+
+
+def parse_series(text: str) -> list[str]:
+    """The names in a series file, in order; ``#`` begins a comment.
+
+    >>> parse_series("# base\\none.patch\\n\\n two.patch  # why\\n")
+    ['one.patch', 'two.patch']
+    """
+    names = (line.split("#", 1)[0].strip() for line in text.splitlines())
+    return [name for name in names if name]
+
+
+def render_series(names: Sequence[str], old: str = "") -> str:
+    """The text of a series file; comments above a name and after it stay with it.
+
+    >>> render_series(["b.patch", "c.patch"], "# about a\\na.patch\\n# about b\\nb.patch # x\\n")
+    '# about b\\nb.patch # x\\nc.patch\\n'
+    >>> render_series(["a.patch"], "# at the top\\n\\na.patch\\n# at the end\\n")
+    '# at the top\\n\\na.patch\\n# at the end\\n'
+    """
+    kept: dict[str, list[str]] = {}
+    above: list[str] = []
+    for line in old.splitlines():
+        above.append(line)
+        if found := parse_series(line):
+            kept[found[0]], above = above, []
+    lines = [line for name in names for line in kept.get(name, [name])]
+    return "".join(f"{line}\n" for line in [*lines, *above])
+
+
+@dataclass(frozen=True)
+class Series:
+    """Patches in order."""
+
+    patches: tuple[Patch, ...] = ()
+
+    def __iter__(self) -> Iterator[Patch]:
+        return iter(self.patches)
+
+    def __len__(self) -> int:
+        return len(self.patches)
+
+    def before(self, name: str) -> Series:
+        """The patches that come before the named one."""
+        names = [patch.name for patch in self]
+        if name not in names:
+            raise ToolError(
+                "the series has no such patch",
+                found=name,
+                expected="one of: " + ", ".join(names),
+            )
+        return Series(self.patches[: names.index(name)])
+
+
+def fingerprint(series: Series, pin: Pin) -> str:
+    """One sha256 over the pin's source, the order of the series and every byte of it."""
+    total = hashlib.sha256(f"source {pin.source.sha256}\n".encode())
+    for patch in series:
+        total.update(f"{hashlib.sha256(patch.data).hexdigest()}  {patch.name}\n".encode())
+    return total.hexdigest()
+
+
+def _listing_problems(series_file: Path, names: Sequence[str]) -> list[LintProblem]:
+    """What is wrong with the list itself, so that it cannot be read as patches."""
+    found = []
+
+    def problem(what: str, name: str, expected: object, next_step: str) -> None:
+        found.append(
+            LintProblem(what, where=series_file, found=name, expected=expected, next_step=next_step)
+        )
+
+    for name in dict.fromkeys(names):
+        path = series_file.parent / name
+        if names.count(name) > 1:
+            problem("a patch is listed twice", name, "each name once", "delete all but one line")
+        if Path(name).name != name or not name.endswith(".patch"):
+            what = "a name in the series is not that of a patch beside it"
+            problem(what, name, "<what-it-adds>.patch", "correct the line")
+        elif not path.is_file():
+            what = "a listed patch does not exist"
+            problem(what, name, path, "restore the file or delete the line")
+    return found
+
+
+def read_series(series_file: Path) -> Series:
+    """The series, read once; a list that names what is not there is refused."""
+    try:
+        names = parse_series(series_file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        directory = series_file.parent
+        aside = sorted(map(str, directory.parent.glob(f".{directory.name}-old-*")))
+        raise ToolError(
+            "there is no series file",
+            where=series_file,
+            found=f"an export was cut off; the old series is in {aside[0]}" if aside else None,
+            next_step=f"mv {aside[0]} {directory}"
+            if aside
+            else "restore it (git checkout patches), or make it: series export",
+        ) from None
+    if problems := _listing_problems(series_file, names):
+        raise Problems(f"the list of patches in {series_file} is wrong", problems)
+    return Series(tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names))
+
+
+def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> None:
+    """Put a new series in the place of the old one, completely or not at all.
+
+    The whole directory is written beside the old one and takes its name last. An error or a crash
+    before that leaves the old series as it was; files that are not patches are carried over.
+    """
+    directory = series_file.parent
+    old_text = series_file.read_text(encoding="utf-8") if series_file.exists() else ""
+    with staging(directory) as stage:
+        aside = stage.with_name(
+            stage.name.replace(f".{directory.name}-", f".{directory.name}-old-")
+        )
+        if directory.exists():
+            shutil.copytree(directory, stage, symlinks=True, dirs_exist_ok=True)
+        for name in removed:
+            (stage / name).unlink(missing_ok=True)
+        names = [patch.name for patch in series]
+        text = render_series(names, old_text).encode()
+        files = {patch.name: patch.data for patch in series} | {series_file.name: text}
+        for path, data in ((stage / name, data) for name, data in files.items()):
+            if not path.exists() or path.read_bytes() != data:
+                write(path, data)
+        if directory.exists():
+            directory.rename(aside)
+        try:
+            stage.rename(directory)
+        except BaseException:
+            if aside.exists():
+                aside.rename(directory)
+            raise
+    shutil.rmtree(aside, ignore_errors=True)

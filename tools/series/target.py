@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A release or a commit that the series could stand on, and the pin that it would give."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import re
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import tomlkit
+from packaging.version import InvalidVersion, Version
+
+from tools.common.errors import ToolError
+from tools.common.files import write
+from tools.common.git import Git
+from tools.common.pin import UNKNOWN, PinnedFile, Project
+from tools.series.clone import open_clone, resolve
+from tools.source.download import fetch
+from tools.source.index import Index, IndexFile, like_wheel, releases
+
+# What building a source archive adds to the tagged files.
+ARCHIVE_ONLY = ("PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Everything that the pin says of where the series is to stand."""
+
+    version: str
+    tag: str
+    commit: str  # or UNKNOWN
+    source: PinnedFile
+    archive_only: tuple[str, ...]
+    wheels: Mapping[str, PinnedFile | None]  # by variant; None: there is none
+    notes: tuple[str, ...] = ()  # what a person should know of it
+
+
+def find_target(project: Project, onto: str, clone: Path | None, commit: str | None) -> Target:
+    """Find a version on the package index, or a git ref in a clone; have its source here.
+
+    A ref that is a release's tag gives the release. The source of any other commit is packed from
+    the clone: no index has it.
+    """
+    if commit and not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise ToolError(
+            "a commit is named by its whole id",
+            where="--commit",
+            expected="40 hexadecimal digits",
+            found=commit,
+            next_step="git ls-remote <upstream> 'refs/tags/v<version>^{}' has it",
+        )
+    if clone is None:
+        return _release(project, _version(onto), commit)
+    git = open_clone(clone)
+    found = resolve(git, onto)
+    if commit and commit != found:
+        raise ToolError(
+            "the clone and --commit disagree",
+            where=f"{clone}, {onto}",
+            expected=commit,
+            found=found,
+            next_step="leave --commit out",
+        )
+    tag, distance = _describe(git, found)
+    if distance == 0:
+        files = Index().files(project.pin.source.distribution)
+        if any(_is_source(file, Version(tag)) for file in files):
+            return _release(project, Version(tag), found)
+    return _packed(project, git, found, tag, distance)
+
+
+def _version(onto: str) -> Version:
+    try:
+        return Version(onto.removeprefix("v"))
+    except InvalidVersion:
+        raise ToolError(
+            "this is not a version of vLLM",
+            where="--onto",
+            expected="a version such as 1.2.3, or a git ref with --clone",
+            found=onto,
+            next_step="for a ref, name the clone that has it: --clone <path>",
+        ) from None
+
+
+def _describe(git: Git, commit: str) -> tuple[str, int]:
+    """The newest release tag that the commit holds, and the number of commits since."""
+    done = git.run(
+        "describe", "--tags", "--long", "--match", "v[0-9]*", commit, accept=(0, 128)
+    ).stdout.decode()
+    match = re.fullmatch(r"(v[^-]+)-(\d+)-g[0-9a-f]+\s*", done)
+    if not match:
+        raise ToolError(
+            "no release tag is among the ancestors of the commit",
+            where=git.path,
+            expected="a tag such as v1.2.3",
+            found=commit,
+            next_step=f"fetch them: git -C {git.path} fetch --tags --unshallow origin",
+        )
+    return match[1], int(match[2])
+
+
+def _is_source(file: IndexFile, version: Version) -> bool:
+    return file.version == version and file.filename.endswith(".tar.gz")
+
+
+def _release(project: Project, version: Version, commit: str | None) -> Target:
+    pin, index = project.pin, Index()
+    files = index.files(pin.source.distribution)
+    source = next((file for file in files if _is_source(file, version)), None)
+    if source is None:
+        newest = ", ".join(map(str, releases(files)[-5:]))
+        raise ToolError(
+            "the package index has no source archive of this version",
+            where=f"distribution {pin.source.distribution}",
+            expected=f"a release; the newest are {newest}",
+            found=str(version),
+            next_step="check the version, or rebase onto a ref of a clone: --onto <ref> "
+            "--clone <path>",
+        )
+    notes = (
+        [f"{source.filename} is withdrawn on the package index"] if source.link.is_yanked else []
+    )
+    wheels: dict[str, PinnedFile | None] = {}
+    offered = {pin.source.distribution: files}
+    for variant, table in wheel_tables(project):
+        name = str(table["distribution"])
+        if name not in offered:
+            offered[name] = index.files(name)
+        like = like_wheel([f for f in offered[name] if f.version == version], str(table["tag"]))
+        wheels[variant] = index.pin(like) if like else None
+    pinned = index.pin(source)
+    archive = fetch(pinned, project)
+    stated = _stated_commit(archive)
+    if commit and stated and not commit.startswith(stated):
+        raise ToolError(
+            "the source archive was made from another commit",
+            where=pinned.filename,
+            expected=commit,
+            found=f"{stated}... in vllm/_version.py",
+            next_step="check the commit of the tag",
+        )
+    if commit is None:
+        notes.append(
+            f"the archive names its commit only as {stated or 'nothing'}: the pin says "
+            f"commit = {UNKNOWN!r}; name it with --commit or --clone"
+        )
+    names = pin.archive_only or ARCHIVE_ONLY
+    return Target(
+        str(version), f"v{version}", commit or UNKNOWN, pinned, names, wheels, tuple(notes)
+    )
+
+
+def _stated_commit(archive: Path) -> str | None:
+    """The beginning of the commit's id, as the archive's version module states it."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            if PurePosixPath(member.name).parts[1:] == ("vllm", "_version.py"):
+                file = tar.extractfile(member)
+                text = file.read().decode(errors="replace") if file else ""
+                match = re.search(r"^__commit_id__ = .*'g?([0-9a-f]{7,40})'", text, re.MULTILINE)
+                return match[1] if match else None
+    return None
+
+
+def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) -> Target:
+    """A target without a release: its source is an archive made here, the same on every machine."""
+    last = Version(tag)
+    version = str(last)
+    if distance:
+        after = last.release if last.is_prerelease else (*last.release[:-1], last.release[-1] + 1)
+        version = ".".join(map(str, after)) + f".dev{distance}"
+    name = f"vllm-{version}-{commit[:12]}.tar.gz"
+    data = _pack(git, commit, f"vllm-{version}")
+    project.downloads.mkdir(parents=True, exist_ok=True)
+    write(project.downloads / name, data)
+    source = PinnedFile(
+        project.pin.source.distribution, version, name, len(data), hashlib.sha256(data).hexdigest()
+    )
+    notes = (
+        f"{commit[:12]} is no release: {name} was packed from the clone, no index has it. On "
+        "another machine, copy it to build/downloads/.",
+    )
+    wheels = {variant: None for variant, _ in wheel_tables(project)}
+    label = f"{tag}-{distance}-g{commit[:12]}" if distance else tag
+    return Target(version, label, commit, source, (), wheels, notes)
+
+
+def _pack(git: Git, commit: str, top: str) -> bytes:
+    """A source archive of a commit; not by git archive, which follows the commit's attributes."""
+    entries = git.files(commit)
+    blobs = git.contents(entry.blob for entry in entries.values() if entry.mode[:2] == "10")
+    out = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=out, mode="wb", mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as tar,
+    ):
+        for path, entry in sorted(entries.items()):
+            if entry.blob not in blobs:
+                raise ToolError(
+                    "the commit holds a link, which no source archive has",
+                    where=f"{git.path}, {commit}",
+                    found=path,
+                    next_step="rebase onto a release",
+                )
+            member = tarfile.TarInfo(f"{top}/{path}")
+            member.mode = int(entry.mode[-3:], 8)
+            member.size = len(blobs[entry.blob])
+            tar.addfile(member, io.BytesIO(blobs[entry.blob]))
+    return out.getvalue()
+
+
+# --- upstream.toml ------------------------------------------------------------------------------
+
+
+def _walk(tables: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    for key, table in tables.items():
+        if not isinstance(table, dict):
+            continue
+        path = f"{name}.{key}" if name else key
+        if "distribution" in table:
+            yield path, table
+        yield from _walk(table, path)
+
+
+def wheel_tables(project: Project) -> list[tuple[str, Any]]:
+    """The base wheels that ``upstream.toml`` names, by variant, with or without a file."""
+    text = (project.root / "upstream.toml").read_text(encoding="utf-8")
+    return list(_walk(tomlkit.parse(text).get("wheel", {})))
+
+
+def render_pin(text: str, target: Target, tree: str) -> str:
+    """``upstream.toml`` for another target; comments and all other keys stay."""
+    document: Any = tomlkit.parse(text)
+    document["release"].update(
+        {"version": target.version, "tag": target.tag, "commit": target.commit, "tree": tree}
+    )
+    document["source"].update(_facts(target.source))
+    if list(document["source"]["archive_only"]) != list(target.archive_only):
+        document["source"]["archive_only"] = list(target.archive_only)
+    for variant, table in _walk(document.get("wheel", {})):
+        file = target.wheels[variant]
+        if file is None:
+            for key in ("filename", "size", "sha256"):
+                table.pop(key, None)
+        else:
+            tag = "-".join(file.filename.removesuffix(".whl").split("-")[-3:])
+            table.update({**_facts(file), "tag": tag})
+    return tomlkit.dumps(document)
+
+
+def _facts(file: PinnedFile) -> dict[str, object]:
+    return {"filename": file.filename, "size": file.size, "sha256": file.sha256}

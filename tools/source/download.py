@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pinned files: from a wheelhouse, or found by unearth and downloaded; kept only if they agree.
+
+The next command continues a download that was cut off where it stopped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from unearth import Link, PackageFinder
+
+from tools.common.errors import ToolError
+from tools.common.files import digest_of
+from tools.common.pin import PinnedFile, Project
+from tools.source.index import CHECK_NETWORK, Index
+
+_CHUNK = 1 << 20
+_SPARE = 64 << 20  # bytes that must stay free beside the file itself
+
+# Called with the number of bytes just written, or found from a download that was cut off.
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def progress(pinned: PinnedFile) -> Iterator[Advance]:
+    """A bar on standard error that appears with the first byte downloaded."""
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
+    task = bar.add_task(pinned.filename, total=pinned.size)
+
+    def advance(count: int) -> None:
+        bar.start()
+        bar.advance(task, count)
+
+    try:
+        yield advance
+    finally:
+        if bar.tasks[0].completed:
+            bar.stop()
+
+
+def check_file(path: Path, pinned: PinnedFile) -> None:
+    """Refuse a file that is not the pinned one; the file is left as it is."""
+    size = path.stat().st_size
+    digest = digest_of(path) if size == pinned.size else ""
+    if digest != pinned.sha256:
+        raise ToolError(
+            f"a downloaded file has the wrong {'digest' if digest else 'size'}",
+            where=path,
+            expected=f"sha256 {pinned.sha256}" if digest else f"{pinned.size} bytes",
+            found=f"sha256 {digest}" if digest else f"{size} bytes",
+            next_step=f"delete it, then run the command again: rm {path}",
+        )
+
+
+def need_space(directory: Path, size: int) -> None:
+    """Refuse to begin writing a file for which there is no room."""
+    free = shutil.disk_usage(directory).free
+    if free < size + _SPARE:
+        raise ToolError(
+            "not enough free disk space",
+            where=directory,
+            expected=f"{size + _SPARE} bytes",
+            found=f"{free} bytes",
+            next_step="free some space, then run the command again",
+        )
+
+
+def fetch(
+    pinned: PinnedFile,
+    project: Project,
+    show: Callable[[PinnedFile], AbstractContextManager[Advance]] = progress,
+) -> Path:
+    """The pinned file: of the wheelhouse, of an earlier download, or downloaded now."""
+    places = [place for place in (project.wheelhouse, project.downloads) if place]
+    for path in (place / pinned.filename for place in places):
+        if path.exists():
+            check_file(path, pinned)
+            return path
+    if project.offline:
+        raise ToolError(
+            "a pinned file is missing, and --offline forbids the network",
+            where=" or ".join(map(str, places)),
+            expected=f"{pinned.filename}, sha256 {pinned.sha256}",
+            next_step="put it there, name the directory that has it (--wheelhouse DIR), "
+            "or leave out --offline",
+        )
+    target = project.downloads / pinned.filename
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{pinned.filename}.part")
+    with _alone(partial) as out:
+        if target.exists():  # another process had the lock, and was faster
+            check_file(target, pinned)
+            partial.unlink()
+            return target
+        with show(pinned) as advance:
+            digest, size = _download(pinned, out, advance)
+        if (size, digest) != (pinned.size, pinned.sha256):
+            partial.unlink()
+            raise ToolError(
+                "the package index gave a file that is not the pinned one",
+                where=pinned.filename,
+                expected=f"sha256 {pinned.sha256}, {pinned.size} bytes",
+                found=f"sha256 {digest}, {size} bytes",
+                next_step="nothing was kept; try another index: PIP_INDEX_URL=...",
+            )
+        partial.chmod(0o644)
+        partial.replace(target)
+    return target
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[BinaryIO]:
+    """The file, to read and to append to, held by one process at a time; removed if left empty."""
+    while True:
+        file = path.open("a+b")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            break
+        file.close()  # whoever had the lock has renamed or removed it
+    with file:
+        try:
+            yield file
+        finally:
+            if os.fstat(file.fileno()).st_size == 0:
+                path.unlink(missing_ok=True)
+
+
+def _download(pinned: PinnedFile, out: BinaryIO, advance: Advance) -> tuple[str, int]:
+    """Complete a file that may hold the beginning already; return its sha256 and size."""
+    out.seek(0)
+    digest, size = hashlib.sha256(), 0
+    if os.fstat(out.fileno()).st_size < pinned.size:
+        while chunk := out.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    else:
+        out.truncate(0)
+    need_space(Path(out.name).parent, pinned.size - size)
+    try:
+        link, finder = _find(pinned)
+        with _opened(link, finder, size) as (start, chunks):
+            if start != size:  # this server gives whole files only
+                out.truncate(0)
+                digest, size = hashlib.sha256(), 0
+            if size:
+                advance(size)
+            for chunk in chunks:
+                out.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                advance(len(chunk))
+    except (OSError, ToolError):
+        raise
+    except Exception as error:  # every transport has its own errors
+        raise ToolError(
+            "a download failed",
+            where=pinned.filename,
+            found=f"{type(error).__name__}: {error}",
+            next_step=f"{CHECK_NETWORK}, then run the command again: it continues at byte {size}",
+        ) from error
+    finally:
+        out.flush()
+    return digest.hexdigest(), size
+
+
+def _find(pinned: PinnedFile) -> tuple[Link, PackageFinder]:
+    # The digest decides, so any mirror will do.
+    index = Index()
+    for file in index.files(pinned.distribution):
+        if file.filename == pinned.filename:
+            return file.link, index.finder
+    raise ToolError(
+        "the package index does not have the pinned file",
+        where=f"distribution {pinned.distribution}",
+        expected=pinned.filename,
+        next_step=CHECK_NETWORK,
+    )
+
+
+@contextmanager
+def _opened(link: Link, finder: PackageFinder, skip: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """Where the bytes begin, at ``skip`` or at 0 where a server cannot skip, and the bytes."""
+    if link.is_file:
+        with link.file_path.open("rb") as file:
+            file.seek(skip)
+            yield skip, iter(lambda: file.read(_CHUNK), b"")
+        return
+    headers = {"Accept-Encoding": "identity"}  # half of a compressed answer is useless
+    if skip:
+        headers["Range"] = f"bytes={skip}-"
+    with finder.session.get_stream(link.normalized, headers=headers) as response:
+        response.raise_for_status()
+        partly = response.headers.get("Content-Range", "").startswith(f"bytes {skip}-")
+        # As the bytes come: a chunk that is waited for would be lost with the connection.
+        yield skip if partly else 0, response.iter_bytes()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the package index offers of a distribution: versions, files, digests and sizes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from packaging.tags import Tag
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+from unearth import Link, PackageFinder
+
+from tools.common.errors import ToolError
+from tools.common.pin import PinnedFile
+
+CHECK_NETWORK = "check the network and PIP_INDEX_URL"
+
+
+@dataclass(frozen=True)
+class IndexFile:
+    """A file that the index offers; nothing of it is downloaded yet."""
+
+    distribution: str
+    version: Version
+    link: Link
+
+    @property
+    def filename(self) -> str:
+        return self.link.filename
+
+    @property
+    def wheel(self) -> tuple[tuple[int, str], frozenset[Tag]] | None:
+        """Build number and tags of a wheel; None for anything else."""
+        try:
+            _, _, build, tags = parse_wheel_filename(self.filename)
+        except InvalidWheelFilename:
+            return None
+        return (build[0], build[1]) if build else (0, ""), tags
+
+
+@contextmanager
+def _explained(what: str, where: str) -> Iterator[None]:
+    """Raise any error of the transport, which has many classes, as one that a person can use."""
+    try:
+        yield
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ToolError(what, where=where, found=said, next_step=CHECK_NETWORK) from error
+
+
+class Index:
+    """The package index that PIP_INDEX_URL names, or unearth's default one."""
+
+    def __init__(self) -> None:
+        # When an index does not answer, our own message says it better.
+        logging.getLogger("unearth").setLevel(logging.ERROR)
+        url = os.environ.get("PIP_INDEX_URL")
+        self.finder = PackageFinder(index_urls=[url] if url else [], ignore_compatibility=True)
+
+    def files(self, distribution: str) -> list[IndexFile]:
+        """Every file of a distribution; an index without it, or without an answer, is an error."""
+        where = f"distribution {distribution}"
+        with _explained("the package index did not answer", where):
+            packages = list(self.finder.find_all_packages(distribution, allow_yanked=True))
+        found = []
+        for package in packages:
+            try:
+                version = Version(package.version or "")
+            except InvalidVersion:
+                continue
+            found.append(IndexFile(distribution, version, package.link))
+        if not found:
+            raise ToolError(
+                "the package index has no such distribution, or did not answer",
+                where=where,
+                next_step=CHECK_NETWORK,
+            )
+        return found
+
+    def pin(self, file: IndexFile) -> PinnedFile:
+        """The file's size and sha256, as the index states them."""
+        digest = (file.link.hash_option or {}).get("sha256", [""])[0]
+        if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise ToolError(
+                "the package index states no sha256 of a file",
+                where=file.filename,
+                expected="a link that ends in #sha256=...",
+                next_step="name an index that does: PIP_INDEX_URL=...",
+            )
+        with _explained("the package index does not say how large a file is", file.filename):
+            if file.link.is_file:
+                size = file.link.file_path.stat().st_size
+            else:
+                response = self.finder.session.head(file.link.url_without_fragment)
+                response.raise_for_status()
+                size = int(response.headers["content-length"])
+        return PinnedFile(file.distribution, str(file.version), file.filename, size, digest)
+
+
+def releases(files: Sequence[IndexFile]) -> list[Version]:
+    """Final releases that are not withdrawn, oldest first."""
+    kept = {f.version for f in files if not f.link.is_yanked and not f.version.is_prerelease}
+    return sorted(kept)
+
+
+def like_wheel(files: Sequence[IndexFile], tag: str) -> IndexFile | None:
+    """The wheel for the same interpreter, ABI, kind of system and processor as ``tag``, if any.
+
+    The versions of the C library that tags name may differ; the last of several builds counts.
+    """
+    found = [
+        (file.wheel[0], tag in map(str, file.wheel[1]), file.filename, file)
+        for file in files
+        if file.wheel and any(_platform(str(one)) == _platform(tag) for one in file.wheel[1])
+    ]
+    return max(found)[-1] if found else None
+
+
+def _platform(tag: str) -> str:
+    """A tag without the version of its C library.
+
+    >>> _platform("cp38-abi3-manylinux_2_28_x86_64")
+    'cp38-abi3-manylinux_x86_64'
+    """
+    return re.sub(r"(linux|macosx)_\d+_\d+_", r"\1_", tag)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one file of vLLM's tests in a process of its own, and reads the result of each test."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.common.files import replacing
+from tools.upstream.hubcache import make_hub
+
+# Ends everything that a test file started, servers in sessions of their own included.
+KEEPER = Path(__file__).resolve().with_name("keeper.py")
+# The name of what stands for a file that gave no results.
+WHOLE_FILE = "(the whole file)"
+
+PASSED, FAILED, ERROR, SKIPPED = "passed", "failed", "error", "skipped"
+
+# Why a test cannot pass on a machine without a GPU and without a network: what its failure says.
+CANNOT_RUN = {
+    r"LocalEntryNotFound|OfflineModeIsEnabled|offline mode|outgoing traffic has been disabled"
+    r"|couldn't connect to|Invalid repository ID": "wants a repository of the model hub",
+    r"NVIDIA driver|CUDA-capable|not compiled with CUDA|CUDA error|CUDA is not available"
+    r"|No CUDA GPUs|num_compute_units|ProcessGroupNCCL": "wants a CUDA device",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one test: a status, and the message of a failure or a skip."""
+
+    status: str
+    message: str = ""
+
+    @property
+    def bad(self) -> bool:
+        return self.status in (FAILED, ERROR)
+
+    @property
+    def reason(self) -> str:
+        """How the message begins, without what differs from run to run."""
+        text = " ".join(line.strip() for line in self.message.strip().splitlines()[:3])
+        text = re.sub(r"0x[0-9a-f]+", "0x…", text)
+        # Of processes that end together, those whose end was seen first.
+        text = re.sub(r"(core proc\(s\)): \{.*?\}", r"\1: …", text)
+        text = re.sub(r"(/[\w.@+-]+){2,}", "…", text)
+        return re.sub(r"\d+", "#", text)[:200].strip()
+
+    @property
+    def cannot_run(self) -> str | None:
+        """What this machine lacks, if that is why the test failed."""
+        if not self.bad:
+            return None
+        found = (why for what, why in CANNOT_RUN.items() if re.search(what, self.message))
+        return next(found, None)
+
+
+Results = dict[str, Outcome]
+
+
+def is_test_file(path: str) -> bool:
+    name = Path(path).name
+    return name.startswith("test_") and name.endswith(".py")
+
+
+def test_environment(build: Path, **more: str) -> dict[str, str]:
+    """The environment of vLLM's tests: the stand-ins are the hub, and nothing goes out."""
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+    programs = Path(sys.executable).parent  # `vllm serve`
+    return kept | {
+        "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "HF_HOME": str(make_hub(build / "hub")),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; its default is half of the memory
+        **more,
+    }
+
+
+def run_file(
+    file: str, tree: Path, environment: Mapping[str, str], results: Path, limit_s: float
+) -> Results:
+    """Run one test file, or read what an earlier run left at ``results``.
+
+    Args:
+        file: the file's path below ``tree``.
+        tree: the directory that holds ``tests/``; it must hold no ``vllm/`` unless that is the
+            package to be tested.
+        environment: of the process.
+        results: where the results go, as JUnit XML; the output goes beside it, as ``.log``. An
+            interrupted run leaves no results.
+        limit_s: seconds after which the process and all it started are ended.
+    """
+    if results.is_file():
+        return read_results(results)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".run-", dir=results.parent) as scratch:
+        report = Path(scratch) / "junit.xml"
+        pytest = [sys.executable, "-m", "pytest", file, "-q", "--rootdir=."]
+        pytest += ["-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        pytest += [f"--timeout={limit_s / 2:.0f}", "--timeout-method=signal"]
+        end = _run_kept(pytest, tree, environment, results.with_suffix(".log"), limit_s)
+        if end in (0, 1) and report.is_file():  # all tests ran
+            report.replace(results)
+        else:
+            message = f"ended with status {end}"
+            if end is None:
+                message = f"ended after {limit_s:.0f} s, the limit"
+            _write_whole_file(results, file, message, report)
+    return read_results(results)
+
+
+def _run_kept(
+    command: list[str], cwd: Path, environment: Mapping[str, str], log: Path, limit_s: float
+) -> int | None:
+    """The exit status of a command; None if it ran into its limit."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, str(KEEPER), *command],
+            cwd=cwd,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        assert process.stdin is not None
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            process.stdin.close()  # the keeper ends what is left
+            process.wait()
+
+
+def _write_whole_file(results: Path, file: str, message: str, report: Path) -> None:
+    """One error for a file that crashed, hung or could not be collected."""
+    if report.is_file():  # pytest's own words for what it could not collect
+        bad = [outcome for outcome in read_results(report).values() if outcome.bad]
+        message = "\n".join([*(outcome.message for outcome in bad), message])
+    case = ET.Element("testcase", classname=file, name=WHOLE_FILE)
+    ET.SubElement(case, "error", message=message)
+    with replacing(results) as file_out:
+        ET.ElementTree(case).write(file_out, encoding="utf-8", xml_declaration=True)
+
+
+def read_results(path: Path) -> Results:
+    """What a JUnit XML file says of each test, by ``class::name``."""
+    results: Results = {}
+    for case in ET.parse(path).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        outcome = Outcome(PASSED)
+        for status, tag in ((SKIPPED, "skipped"), (FAILED, "failure"), (ERROR, "error")):
+            for told in case.iter(tag):
+                message = told.get("message") or ""
+                if message == "collection failure":
+                    message = (told.text or "").strip().rpartition("\nE   ")[2]
+                outcome = Outcome(status, message)
+        if name not in results or not results[name].bad:
+            # A test that failed and whose teardown failed too stands there twice.
+            results[name] = outcome
+    return results
