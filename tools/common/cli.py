@@ -26,7 +26,17 @@ def add_downloads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wheelhouse", type=Path, metavar="DIR", help="take pinned files from here first"
     )
-    parser.add_argument("--offline", action="store_true", help="never use the network")
+    add_flag(parser, "--offline", "never use the network")
+
+
+def add_flag(parser: argparse._ActionsContainer, name: str, text: str) -> None:
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def add_many(parser: argparse.ArgumentParser, name: str, metavar: str, text: str) -> None:
+    """An option that may be repeated; a list."""
+    text += " (may be repeated)"
+    parser.add_argument(name, action="append", default=[], metavar=metavar, help=text)
 
 
 def tree_of(arguments: argparse.Namespace, project: Project) -> Path:

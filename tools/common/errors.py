@@ -51,6 +51,11 @@ class LintProblem(ToolError):
 
     found_label = "current"
 
+    def __init__(
+        self, what: str, where: object, found: object, expected: object, next_step: str
+    ) -> None:
+        super().__init__(what, where=where, expected=expected, found=found, next_step=next_step)
+
 
 class Problems(ToolError):
     """Several errors found in one go, so that they can be cured in one go."""

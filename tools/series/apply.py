@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common.cli import add_downloads, add_series, add_tree, series_of, tree_of
+from tools.common.cli import add_downloads, add_flag, add_series, add_tree, series_of, tree_of
 from tools.common.errors import FailedCommand, ToolError
 from tools.common.files import staging
 from tools.common.git import Git
@@ -37,16 +37,14 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_series(parser)
     add_tree(parser)
     add_downloads(parser)
-    parser.add_argument("--pristine", action="store_true", help="apply no patch at all")
+    add_flag(parser, "--pristine", "apply no patch at all")
     parser.add_argument("--before", metavar="PATCH", help="stop before this patch")
-    parser.add_argument(
+    add_flag(
+        parser,
         "--refresh",
-        action="store_true",
-        help="take patches that moved or were edited by hand (never with fuzz); then export",
+        "take patches that moved or were edited by hand (never with fuzz); then export",
     )
-    parser.add_argument(
-        "--discard", action="store_true", help="lose what the build tree has beyond the series"
-    )
+    add_flag(parser, "--discard", "lose what the build tree has beyond the series")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:

@@ -54,11 +54,8 @@ def check_series(series_file: Path) -> Series:
     listed = [patch.name for patch in series]
     problems = [
         LintProblem(
-            "a patch is not in the series",
-            where=series_file,
-            found=path.name,
-            expected="every .patch file listed",
-            next_step="add it to the series or delete the file",
+            *("a patch is not in the series", series_file, path.name, "every .patch file listed"),
+            "add it to the series or delete the file",
         )
         for path in sorted(series_file.parent.glob("*.patch"))
         if path.name not in listed
@@ -75,10 +72,10 @@ def check_needs(series: Series) -> list[LintProblem]:
     return [
         LintProblem(
             "a patch needs one that does not stand before it",
-            where=patch.name,
-            found=f"{need}, which {'stands later' if need in listed else 'is not in the series'}",
-            expected="Needs: patches that stand earlier in the series",
-            next_step=_REWORD,
+            patch.name,
+            f"{need}, which {'stands later' if need in listed else 'is not in the series'}",
+            "Needs: patches that stand earlier in the series",
+            _REWORD,
         )
         for number, patch in enumerate(series)
         for need in patch.needs
@@ -99,9 +96,7 @@ def _check_message(patch: Patch) -> Iterator[LintProblem]:
     lines = patch.body.splitlines()
 
     def problem(what: str, found: str, expected: str, next_step: str = _REWORD) -> LintProblem:
-        return LintProblem(
-            what, where=patch.name, found=found, expected=expected, next_step=next_step
-        )
+        return LintProblem(what, patch.name, found, expected, next_step)
 
     if not slug(patch.subject):
         expected = "Subject: [PATCH] [Area] What it adds"
@@ -151,14 +146,7 @@ def _check_blanks(patch: Patch) -> list[LintProblem]:
         for line in hunk
         if line.is_added and re.search(r"[ \t\r\f\v]+\n?\Z", line.value)
     ]
-    if not bad:
-        return []
-    return [
-        LintProblem(
-            "added lines end in blanks",
-            where=patch.name,
-            found=", ".join(bad),
-            expected="no blank at the end of an added line",
-            next_step="remove them in the commit, then: series export",
-        )
-    ]
+    expected = "no blank at the end of an added line"
+    step = "remove them in the commit, then: series export"
+    what = "added lines end in blanks"
+    return [LintProblem(what, patch.name, ", ".join(bad), expected, step)] if bad else []

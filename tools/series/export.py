@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common.cli import add_series, add_tree, series_of, tree_of
+from tools.common.cli import add_flag, add_many, add_series, add_tree, series_of, tree_of
 from tools.common.errors import Problems, ToolError
 from tools.common.git import Git
 from tools.common.pin import Project
@@ -33,16 +33,8 @@ EXAMPLE = "--check"
 def declare(parser: argparse.ArgumentParser) -> None:
     add_series(parser)
     add_tree(parser)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a file would change"
-    )
-    parser.add_argument(
-        "--drop",
-        metavar="PATCH",
-        action="append",
-        default=[],
-        help="remove this patch, whose commit is gone on purpose (may be repeated)",
-    )
+    add_flag(parser, "--check", "write nothing; fail if a file would change")
+    add_many(parser, "--drop", "PATCH", "remove this patch, whose commit is gone on purpose")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:

@@ -139,12 +139,9 @@ class Patch:
         try:
             return PatchSet(io.StringIO(text, newline="\n"))
         except UnidiffParseError as error:
-            raise LintProblem(
-                "the diff cannot be read",
-                where=self.name,
-                found=str(error).strip(),
-                next_step="restore the patch, or rewrite it: python -m tools series export",
-            ) from error
+            step = "restore the patch, or rewrite it: python -m tools series export"
+            said = str(error).strip()
+            raise LintProblem("the diff cannot be read", self.name, said, None, step) from error
 
     @cached_property
     def blobs(self) -> dict[str, tuple[str, str]]:
@@ -187,13 +184,5 @@ def check_paths(patch: Patch) -> list[LintProblem]:
         if file.is_symlink or file.is_submodule:
             found.append(("a link is changed", file.path, "a regular file"))
     step = "take that file out of the commit" if patch.diff else "drop the commit"
-    return [
-        LintProblem(
-            what,
-            where=patch.name,
-            found=name,
-            expected=expected,
-            next_step=f"{step}, then: series export",
-        )
-        for what, name, expected in found
-    ]
+    step += ", then: series export"
+    return [LintProblem(what, patch.name, name, expected, step) for what, name, expected in found]

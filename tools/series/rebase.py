@@ -7,7 +7,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from tools.common.cli import tell
+from tools.common.cli import add_flag, tell
 from tools.common.errors import ToolError
 from tools.common.files import staging
 from tools.common.git import Git
@@ -58,15 +58,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     begin = parser.add_argument_group("with --onto")
     begin.add_argument("--clone", type=Path, help="a clone of vLLM that has the ref or the tag")
     begin.add_argument("--commit", help="the commit of the release's tag, where no clone has it")
-    begin.add_argument(
-        "--without-wheels", action="store_true", help="go on where a variant has no base wheel"
-    )
-    begin.add_argument(
-        "--drop-contained", action="store_true", help="drop what the release contains, and go on"
-    )
-    begin.add_argument(
-        "--dry-run", action="store_true", help="only show what would conflict; change nothing"
-    )
+    add_flag(begin, "--without-wheels", "go on where a variant has no base wheel")
+    add_flag(begin, "--drop-contained", "drop what the release contains, and go on")
+    add_flag(begin, "--dry-run", "only show what would conflict; change nothing")
     begin.add_argument("--out", type=Path, help="with --dry-run: write the table there, Markdown")
 
 

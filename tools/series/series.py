@@ -77,24 +77,21 @@ def fingerprint(series: Series, pin: Pin) -> str:
 
 def _listing_problems(series_file: Path, names: Sequence[str]) -> list[LintProblem]:
     """What is wrong with the list itself, so that it cannot be read as patches."""
-    found = []
-
-    def problem(what: str, name: str, expected: object, next_step: str) -> None:
-        found.append(
-            LintProblem(what, where=series_file, found=name, expected=expected, next_step=next_step)
-        )
-
+    found: list[tuple[str, str, object, str]] = []
     for name in dict.fromkeys(names):
         path = series_file.parent / name
         if names.count(name) > 1:
-            problem("a patch is listed twice", name, "each name once", "delete all but one line")
+            what = "a patch is listed twice"
+            found.append((what, name, "each name once", "delete all but one line"))
         if Path(name).name != name or not name.endswith(".patch"):
             what = "a name in the series is not that of a patch beside it"
-            problem(what, name, "<what-it-adds>.patch", "correct the line")
+            found.append((what, name, "<what-it-adds>.patch", "correct the line"))
         elif not path.is_file():
             what = "a listed patch does not exist"
-            problem(what, name, path, "restore the file or delete the line")
-    return found
+            found.append((what, name, path, "restore the file or delete the line"))
+    return [
+        LintProblem(what, series_file, name, expected, step) for what, name, expected, step in found
+    ]
 
 
 def read_series(series_file: Path) -> Series:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools.common.cli import add_series, add_tree, series_of, tree_of
+from tools.common.cli import add_flag, add_series, add_tree, series_of, tree_of
 from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.pin import Project
@@ -32,9 +32,7 @@ APPLIED, CHANGED, ABSENT = "applied", "differs", "not applied"
 def declare(parser: argparse.ArgumentParser) -> None:
     add_series(parser)
     add_tree(parser)
-    parser.add_argument(
-        "--offline", action="store_true", help="do not ask the package index for releases"
-    )
+    add_flag(parser, "--offline", "do not ask the package index for releases")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:

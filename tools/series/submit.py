@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common.cli import Tell, tell
+from tools.common.cli import Tell, add_flag, add_many, tell
 from tools.common.errors import Problems, ToolError
 from tools.common.files import replacing_all, staging
 from tools.common.git import Git
@@ -47,24 +47,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clone", type=Path, help="your clone of vLLM: it gets the branches")
     parser.add_argument("--onto", metavar="REF", help="where they start, in the clone")
     parser.add_argument("--topic", metavar="BRANCH", help="one branch of all the patches")
-    parser.add_argument(
-        "--after",
-        action="append",
-        default=[],
-        metavar="PATCH",
-        help="stand on this earlier patch too (may be repeated)",
-    )
-    parser.add_argument(
-        "--trailer",
-        action="append",
-        default=[],
-        metavar="'KEY: VALUE'",
-        help="add to each message, as Assisted-by: ... (may be repeated)",
-    )
-    parser.add_argument("--replace", action="store_true", help="replace branches of these names")
-    parser.add_argument(
-        "--test", action="store_true", help="check each branch here (on the pin), for the results"
-    )
+    add_many(parser, "--after", "PATCH", "stand on this earlier patch too")
+    add_many(parser, "--trailer", "'KEY: VALUE'", "add to each message, as Assisted-by: ...")
+    add_flag(parser, "--replace", "replace branches of these names")
+    add_flag(parser, "--test", "check each branch here (on the pin), for the results")
     parser.add_argument(
         "--out", type=Path, help="where the texts of the pull requests go (default: build/submit)"
     )
