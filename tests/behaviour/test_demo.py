@@ -4,22 +4,55 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.behaviour.conftest import run_example
+
+HAS_AMX = torch.cpu._is_amx_tile_supported()
+PLUGIN = """
+import torch
+
+def pretend():
+    torch.cpu._is_amx_tile_supported = lambda: {has_amx}
+    print("The CPU has AMX: {has_amx}")
+"""
+
+
+def count_agreeing(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
+    """Rows that agree, and all rows."""
+    agree = re.search(r"([\d,]+) of ([\d,]+) rows agree", done.stdout)
+    assert agree, done.stdout + done.stderr
+    agreeing, rows = (int(count.replace(",", "")) for count in agree.groups())
+    assert rows > 1000
+    return agreeing, rows
 
 
 def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
     done = run_example("demo", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    agree = re.search(r"([\d,]+) of ([\d,]+) rows agree", done.stdout)
-    assert agree
-    assert agree[1] == agree[2]
-    assert int(agree[1].replace(",", "")) > 1000
+    agreeing, rows = count_agreeing(done)
+    assert agreeing == rows
     assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_notices_one_flipped_id(tmp_path: Path) -> None:
-    done = run_example("demo", tmp_path, "--corrupt")
+def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU with AMX takes another MoE kernel than one without: see test_amx.py. A plugin of vLLM
+    tells every process of the server that the CPU is of the other kind."""
+    package, out = tmp_path / "amx-0.dist-info", tmp_path / "out"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: amx\nVersion: 0\n")
+    (package / "entry_points.txt").write_text("[vllm.general_plugins]\namx = amx:pretend\n")
+    (tmp_path / "amx.py").write_text(PLUGIN.format(has_amx=not HAS_AMX))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = run_example("demo", out, "--corrupt")
     assert done.returncode != 0
+    assert f"The CPU has AMX: {not HAS_AMX}" in (out / "server.log").read_text()
+    agreeing, rows = count_agreeing(done)
+    assert agreeing == rows - 1
     assert "disagree" in done.stdout + done.stderr
