@@ -12,8 +12,9 @@ MAKEFLAGS += --no-builtin-rules
 # Every step waits for the one before it, and two of them would write over each other's output.
 .NOTPARALLEL:
 
-# The environment comes from the lock alone; nothing calls home.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# The environment comes from the lock alone; nothing calls home. What Python has compiled it keeps:
+# else every process of vLLM compiles a thousand files again.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export DO_NOT_TRACK := 1
 export PRE_COMMIT_HOME := build/pre-commit
 
@@ -85,7 +86,7 @@ disaggregated: $(INSTALLED) ## Prefill and decode in two engines: compare every 
 
 .PHONY: test
 test: $(INSTALLED) ## Run the whole test suite, less what is marked slow
-	@exec $(PY) -m pytest
+	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-long
 test-long: $(INSTALLED) $(PRISTINE) ## Run the tests marked slow

@@ -46,8 +46,7 @@ from tests.property.model import MOE_LAYERS, VOCABULARY, Worker, propose, true_r
 
 BLOCK = 4
 MAX_LEN = 48
-# `make mutants` needs fewer: it stops at the first failure.
-EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1500"))
+EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "300"))
 
 
 @dataclass(frozen=True)
@@ -452,10 +451,11 @@ def play(engine: Engine, operations: list[tuple[Any, ...]]) -> None:
         actions[name](*arguments)
 
 
+@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
-def test_every_request_gets_exactly_its_rows(setup: Setup) -> None:
+def test_every_request_gets_exactly_its_rows(setup: Setup, examples: int) -> None:
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
