@@ -39,7 +39,8 @@ digest = $(shell { $(1); } 2>/dev/null | sha256sum | cut -c 1-16)
 files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
 
 # The place counts too: scripts in .venv hold its path.
-LOCKED := .venv/.locked-$(call digest,pwd; cat requirements/bootstrap.txt requirements/environment.txt)
+LOCK_ID := $(call digest,pwd; cat requirements/bootstrap.txt requirements/environment.txt)
+LOCKED := .venv/.locked-$(LOCK_ID)
 # What goes into a wheel, and the code that builds it (tests/tools/test_digest.py): nothing else makes
 # a wheel be built again.
 BUILDERS := $(addprefix tools/common/,errors.py files.py git.py pin.py) \
@@ -49,7 +50,8 @@ BUILDERS := $(addprefix tools/common/,errors.py files.py git.py pin.py) \
 PRISTINE_ID := $(call digest,$(call files,upstream.toml $(BUILDERS)); grep '^version = ' pyproject.toml)
 SERIES_ID := $(call digest,$(call files,upstream.toml patches $(BUILDERS)); grep '^version = ' pyproject.toml)
 BUILT := build/wheels/.built-$(SERIES_ID)
-INSTALLED := .venv/.installed-$(SERIES_ID)
+# A new lock removes what was installed.
+INSTALLED := .venv/.installed-$(SERIES_ID)-$(LOCK_ID)
 PRISTINE := build/pristine/.installed-$(PRISTINE_ID)
 
 # A wheel built here goes in without its dependencies (the lock has them), and by copy: files shared
