@@ -44,7 +44,6 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
 from vllm.v1.request import Request
-from vllm.v1.routed_experts import ASK, START
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -114,7 +113,9 @@ def make_requests(load: Load, asks: bool) -> Iterator[EngineCoreRequest]:
                 max_tokens=load.output,
                 ignore_eos=True,
                 detokenize=False,
-                extra_args={ASK: asks, START: 0},
+                # As the input processor leaves them.
+                return_routed_experts=True if asks else None,
+                routed_experts_prompt_start=0 if asks else None,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
             pooling_params=None,

@@ -50,6 +50,8 @@ class Completion:
         moe_layers: the decoder layers that route, ascending; rows of all others are zero.
         finish_reason: "stop", "length" or "abort". An aborted completion may have fewer
             rows: those of its first positions.
+        moe_top_k: how many experts each of `moe_layers` takes, if they differ: the first
+            ids of its rows, of which the last one is repeated. None if each takes K.
     """
 
     prompt: tuple[int, ...]
@@ -59,6 +61,7 @@ class Completion:
     start: int
     moe_layers: tuple[int, ...]
     finish_reason: str | None = None
+    moe_top_k: tuple[int, ...] | None = None
 
     @property
     def prompt_rows(self) -> Rows:
@@ -71,8 +74,11 @@ class Completion:
         return self.rows[max(0, len(self.prompt) - self.start) :]
 
     def by_layer(self) -> dict[int, Rows]:
-        """For each MoE layer, by its index among all decoder layers: (rows, K)."""
-        return {layer: self.rows[:, layer] for layer in self.moe_layers}
+        """For each MoE layer, by its index among all decoder layers: (rows, k), the k
+        experts that it takes, each once."""
+        top_k = self.moe_top_k or [self.rows.shape[2]] * len(self.moe_layers)
+        pairs = zip(self.moe_layers, top_k, strict=True)
+        return {layer: self.rows[:, layer, :k] for layer, k in pairs}
 
 
 def generate(
@@ -211,9 +217,18 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
             "the answer has no routed_experts: the server wants --enable-return-routed-experts"
         )
     start, layers = routed[0]["routed_experts_start"], routed[0]["moe_layers"]
+    top_k = routed[0].get("moe_top_k")
     pieces: list[Rows] = []
     for part in routed:
         end = start + sum(map(len, pieces))
+        if part["num_prompt_tokens"] != len(prompt):
+            raise RoutedExpertsError(
+                f"num_prompt_tokens is {part['num_prompt_tokens']}; wanted {len(prompt)}, as sent"
+            )
+        if part.get("moe_top_k") != top_k:
+            raise RoutedExpertsError(
+                f"moe_top_k is {part.get('moe_top_k')}; wanted {top_k}, as in the chunk before"
+            )
         if part["routed_experts_start"] != end or part["moe_layers"] != layers:
             raise RoutedExpertsError(
                 f"rows of moe_layers {part['moe_layers']} start at position "
@@ -238,6 +253,13 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
         raise RoutedExpertsError(
             f"moe_layers is {layers}; wanted ascending numbers below {rows.shape[1]}"
         )
+    most = rows.shape[2]
+    if top_k is not None and (
+        len(top_k) != len(layers) or {*top_k} - {*range(1, most + 1)} or most not in top_k
+    ):
+        raise RoutedExpertsError(
+            f"moe_top_k is {top_k}; wanted numbers up to {most} for {len(layers)} layers"
+        )
     if np.delete(rows, layers, axis=1).any():
         raise RoutedExpertsError(f"rows name experts in layers that moe_layers {layers} leaves out")
     return Completion(
@@ -248,6 +270,7 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
         start=start,
         moe_layers=tuple(layers),
         finish_reason=finish_reason,
+        moe_top_k=top_k and tuple(top_k),
     )
 
 

@@ -152,6 +152,7 @@ def assert_true_rows(
     rows = completion.routed_experts
     assert rows is not None
     assert completion.routed_experts_start == start
+    assert completion.num_prompt_tokens == len(prompt)
     assert len(rows) == len(tokens) - 1 - start
     routes = oracle.route(model, tokens)
     assert completion.moe_layers == routes.layers

@@ -113,7 +113,7 @@ def test_rows_are_one_byte_an_id(llm: LLM) -> None:
 
 def test_split_tells_prompt_from_generation(llm: LLM) -> None:
     completion = generate(llm, random_prompt(307, 30))[0].outputs[0]
-    prompt_rows, generation_rows = completion.split_routed_experts(30)
+    prompt_rows, generation_rows = completion.split_routed_experts()
     assert (len(prompt_rows), len(generation_rows)) == (30, 5)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 MOE_LAYERS = (0, 2, 3)
+MOE_TOP_K = (4, 2, 4)
 
 
 def make_output(num_rows: int, dtype: Any) -> ModelRunnerOutput:
@@ -32,7 +33,7 @@ def make_output(num_rows: int, dtype: Any) -> ModelRunnerOutput:
         req_id_to_index={"a": 0},
         sampled_token_ids=[[7]],
         routed_experts=RoutedExpertsLists(
-            ["a"], np.array([num_rows]), np.array([0]), rows.astype(dtype), MOE_LAYERS
+            ["a"], np.array([num_rows]), np.array([0]), rows.astype(dtype), MOE_LAYERS, MOE_TOP_K
         ),
     )
 
@@ -88,6 +89,7 @@ def test_rows_are_carried_unchanged(
     np.testing.assert_array_equal(received.rows, sent.rows)
     assert received[:3] == sent[:3]
     assert received.moe_layers == MOE_LAYERS
+    assert received.moe_top_k == MOE_TOP_K
 
 
 @pytest.mark.parametrize("carry", [through_pickle, through_ray_channel])

@@ -9,6 +9,7 @@ The same seed makes the same requests.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,28 @@ EXAMPLES = 150
 PROMPT = random_prompt(1, 20)
 MESSAGES = [{"role": "user", "content": "abc"}]
 
-# What a valid request needs, and where its arguments stand.
-ENDPOINTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "/inference/v1/generate": (
-        {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}},
-        ("sampling_params", "extra_args"),
-    ),
-    "/v1/completions": ({"prompt": PROMPT, "max_tokens": 2}, ("vllm_xargs",)),
-    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, ("vllm_xargs",)),
+# What a valid request needs.
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}},
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
 }
+# Where its arguments stand: in an object of their own, or as fields of the object named.
+OBJECTS = {
+    "/inference/v1/generate": ("sampling_params", "extra_args"),
+    "/v1/completions": ("vllm_xargs",),
+    "/v1/chat/completions": ("vllm_xargs",),
+}
+FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "/inference/v1/generate": (("sampling_params",), ()),
+    "/v1/completions": ((),),
+    "/v1/chat/completions": ((),),
+}
+PLACES = [
+    pytest.param(path, place, id=f"{path} {'.'.join(place) or 'top level'}")
+    for path in ENDPOINTS
+    for place in (OBJECTS[path], *FIELDS[path])
+]
 ASK, START = "return_routed_experts", "routed_experts_prompt_start"
 
 
@@ -96,15 +110,22 @@ def streamed_error(text: str) -> int | None:
     return None
 
 
-def write_body(server: Server, path: str, arguments: str, **more: Any) -> str:
+def write_body(
+    server: Server, path: str, place: tuple[str, ...], arguments: str, **more: Any
+) -> str:
     """A request whose arguments are the given text, which need not be valid JSON."""
-    base, place = ENDPOINTS[path]
-    body = json.loads(json.dumps({"model": server.checkpoint, **base, **more}))
-    inner = body
-    for name in place[:-1]:
-        inner = inner[name]
-    inner[place[-1]] = "<arguments>"
-    return json.dumps(body).replace('"<arguments>"', arguments)
+    body = json.loads(json.dumps({"model": server.checkpoint, **ENDPOINTS[path], **more}))
+    if place == OBJECTS[path]:
+        find(body, place[:-1])[place[-1]] = "<arguments>"
+        return json.dumps(body).replace('"<arguments>"', arguments)
+    find(body, place)["<arguments>"] = 0
+    return json.dumps(body).replace('"<arguments>": 0', arguments[1:-1])
+
+
+def find(body: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    for name in place:
+        body = body[name]
+    return body
 
 
 def both(name: str, *values: str) -> list[Any]:
@@ -126,20 +147,46 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize(("path", "place"), PLACES)
 @pytest.mark.parametrize(("name", "arguments"), HOSTILE)
 def test_hostile_value_is_a_400_that_names_the_argument(
     server: Server,
     check_server: Callable[[], None],
     path: str,
+    place: tuple[str, ...],
     stream: bool,
     name: str,
     arguments: str,
 ) -> None:
-    status, text = post(server, path, write_body(server, path, arguments, stream=stream))
+    body = write_body(server, path, place, arguments, stream=stream)
+    status, text = post(server, path, body)
     assert status == 400, text
     assert name in text
     check_server()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("name", "value", "other"), [(ASK, True, 0), (START, 1, 2), (START, 2**65, 1)]
+)
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_spellings_that_differ_are_a_400_that_names_the_argument(
+    server: Server,
+    check_server: Callable[[], None],
+    path: str,
+    stream: bool,
+    name: str,
+    value: int,
+    other: int,
+) -> None:
+    for place in FIELDS[path]:
+        text = write_body(server, path, OBJECTS[path], json.dumps({name: other}), stream=stream)
+        body = json.loads(text)
+        find(body, place)[name] = value
+        status, reply = post(server, path, json.dumps(body))
+        assert status == 400, reply
+        assert name in reply
+        check_server()
 
 
 @pytest.mark.parametrize(
@@ -161,16 +208,23 @@ def test_hostile_value_is_a_400_that_names_the_argument(
 def test_arguments_that_are_none_are_a_400(
     server: Server, check_server: Callable[[], None], path: str, arguments: str
 ) -> None:
-    status, text = post(server, path, write_body(server, path, arguments))
+    status, text = post(server, path, write_body(server, path, OBJECTS[path], arguments))
     assert status == 400, text
     check_server()
+
+
+@pytest.mark.parametrize("arguments", ["null", "{}"])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_silence_is_no_object_too(server: Server, path: str, arguments: str) -> None:
+    status, text = post(server, path, write_body(server, path, OBJECTS[path], arguments))
+    assert status == 200, text
+    assert json.loads(text)["choices"][0]["routed_experts_start"] == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "start"),
     [
-        ("null", 0),
-        ("{}", 0),
+        (f'{{"{ASK}": null, "{START}": null}}', 0),
         (f'{{"{ASK}": 1}}', 0),
         (f'{{"{ASK}": "true"}}', 0),
         (f'{{"{ASK}": true, "{START}": 3}}', 3),
@@ -180,11 +234,11 @@ def test_arguments_that_are_none_are_a_400(
         (f'{{"{ASK}": true, "{ASK}": false}}', None),
     ],
 )
-@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize(("path", "place"), PLACES)
 def test_odd_but_valid_arguments_are_taken(
-    server: Server, path: str, arguments: str, start: int | None
+    server: Server, path: str, place: tuple[str, ...], arguments: str, start: int | None
 ) -> None:
-    status, text = post(server, path, write_body(server, path, arguments))
+    status, text = post(server, path, write_body(server, path, place, arguments))
     assert status == 200, text
     (choice,) = json.loads(text)["choices"]
     assert choice.get("routed_experts_start") == start
@@ -243,19 +297,24 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
-def repair(body: dict[str, Any], server: Server, path: str, arguments: dict[str, Any]) -> None:
+def repair(
+    body: dict[str, Any],
+    server: Server,
+    path: str,
+    arguments: dict[str, Any],
+    fields: list[dict[str, Any]],
+) -> None:
     """Give a generated request the model, a prompt and arguments of the right form."""
-    base, place = ENDPOINTS[path]
     body["model"] = server.checkpoint
-    for name, value in base.items():
+    for name, value in ENDPOINTS[path].items():
         if name == "sampling_params":
-            body[name] = {**body[name], **value} if isinstance(body.get(name), dict) else value
+            body[name] = {**body[name], **value} if isinstance(body.get(name), dict) else {**value}
         else:
             body[name] = value
-    inner = body
-    for name in place[:-1]:
-        inner = inner[name]
-    inner[place[-1]] = arguments
+    *outer, last = OBJECTS[path]
+    find(body, tuple(outer))[last] = arguments
+    for place, added in zip(FIELDS[path], fields, strict=False):
+        find(body, place).update(added)
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -273,10 +332,17 @@ def test_requests_from_the_schema_do_no_harm(
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=schema[path]["POST"].as_strategy(), arguments=ARGUMENTS, valid=st.booleans())
-    def send(case: Any, arguments: dict[str, Any], valid: bool) -> None:
+    @given(
+        case=schema[path]["POST"].as_strategy(),
+        arguments=ARGUMENTS,
+        fields=st.lists(ARGUMENTS, max_size=2),
+        valid=st.booleans(),
+    )
+    def send(
+        case: Any, arguments: dict[str, Any], fields: list[dict[str, Any]], valid: bool
+    ) -> None:
         if valid and isinstance(case.body, dict):
-            repair(case.body, server, path, arguments)
+            repair(case.body, server, path, arguments, fields)
         if isinstance(case.body, dict):
             assume(not any(known(case.body) for known in KNOWN.values()))
         reply = case.call(timeout=60)
@@ -289,3 +355,15 @@ def test_requests_from_the_schema_do_no_harm(
 
     send()
     assert {200, 400} <= answered
+
+
+def test_log_names_no_error(server: Server) -> None:
+    """After all requests of this module. Refusals are the API server's: it logs where each was
+    raised."""
+    lines = server.log.read_text(errors="replace").splitlines()
+    assert any(line.startswith("(EngineCore") for line in lines)
+    assert any(line.startswith("(APIServer") and '" 200 ' in line for line in lines)
+    wrong = re.compile(
+        r"\((EngineCore|Worker).*(\bERROR\b|Traceback)|.*\b500 Internal Server Error"
+    )
+    assert [line for line in lines if wrong.match(line)][:5] == []

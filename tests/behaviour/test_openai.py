@@ -23,8 +23,10 @@ from tests.behaviour.conftest import BLOCK, CHUNK, random_prompt
 
 # Chunks of a stream carry this many tokens.
 INTERVAL = 2
-FIELDS = {"routed_experts", "routed_experts_start", "moe_layers"}
+FIELDS = {"routed_experts", "routed_experts_start", "moe_layers", "num_prompt_tokens"}
 ASK = {"return_token_ids": True, "vllm_xargs": {"return_routed_experts": True}}
+# As clients of later releases, and of SGLang, spell it.
+ASK_ABOVE = {"return_token_ids": True, "return_routed_experts": True}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 # Answers of other endpoints have no place for rows.
 OTHERS = {
@@ -78,6 +80,7 @@ class Choice:
     rows: list[np.ndarray] = field(default_factory=list)
     start: int | None = None
     moe_layers: list[int] | None = None
+    num_prompt_tokens: int | None = None
 
     def add(self, choice: Any) -> None:
         self.prompt += getattr(choice, "prompt_token_ids", None) or []
@@ -88,13 +91,16 @@ class Choice:
         assert present == FIELDS
         if self.start is None:
             self.start, self.moe_layers = choice.routed_experts_start, choice.moe_layers
+            self.num_prompt_tokens = choice.num_prompt_tokens
         assert choice.routed_experts_start == self.start + sum(map(len, self.rows))
         assert choice.moe_layers == self.moe_layers
+        assert choice.num_prompt_tokens == self.num_prompt_tokens
         self.rows.append(decode_rows(choice.routed_experts))
 
     def assert_true(self, model: Path, start: int = 0) -> None:
         """Every position from `start` on but the last has the oracle's row."""
         assert self.start == start
+        assert self.num_prompt_tokens == len(self.prompt)
         tokens = [*self.prompt, *self.token_ids]
         rows = np.concatenate(self.rows)
         assert len(rows) == len(tokens) - 1 - start
@@ -220,6 +226,52 @@ def test_rows_start_where_asked(client: openai.OpenAI, server: Server, model: Pa
     collect(reply)[0].assert_true(model, start=33)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_arguments_may_stand_at_the_top_level(
+    client: openai.OpenAI, server: Server, model: Path, is_chat: bool, is_stream: bool
+) -> None:
+    body = {**ASK_ABOVE, "routed_experts_prompt_start": 7}
+    options = {"max_tokens": 5, "stream": is_stream}
+    if is_chat:
+        reply = chat(client, server, words(13, 9), body, **options)
+    else:
+        reply = complete(client, server, random_prompt(13, 30), body, **options)
+    choices = collect(*reply) if is_stream else collect(reply)
+    choices[0].assert_true(model, start=7)
+
+
+def test_arguments_may_stand_in_two_places(
+    client: openai.OpenAI, server: Server, model: Path
+) -> None:
+    body = {**ASK, **ASK_ABOVE, "routed_experts_prompt_start": 3}
+    reply = complete(client, server, random_prompt(14, 30), body, max_tokens=3)
+    collect(reply)[0].assert_true(model, start=3)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [("return_routed_experts", True, 0), ("routed_experts_prompt_start", 1, 2)],
+)
+def test_spellings_that_differ_are_a_400(
+    client: openai.OpenAI,
+    server: Server,
+    name: str,
+    value: int,
+    other: int,
+    is_chat: bool,
+    is_stream: bool,
+) -> None:
+    body = {name: value, "vllm_xargs": {name: other}}
+    send: Any = chat if is_chat else complete
+    prompt: Any = "abc" if is_chat else random_prompt(15, 9)
+    with pytest.raises(openai.BadRequestError, match=f"{name} is given twice") as error:
+        send(client, server, prompt, body, max_tokens=2, stream=is_stream)
+    assert error.value.param == name
+
+
 def test_echo_leaves_the_rows_alone(client: openai.OpenAI, server: Server, model: Path) -> None:
     reply = complete(client, server, random_prompt(9, 20), echo=True, max_tokens=3)
     collect(reply)[0].assert_true(model)
@@ -300,9 +352,26 @@ def test_endpoint_without_rows_refuses_those_that_ask(server: Server, path: str)
     assert "return_routed_experts is not supported by" in reply.text
 
 
+def test_responses_refuses_those_that_ask_before_a_stream_begins(server: Server) -> None:
+    path, xargs = "/v1/responses", {"return_routed_experts": True}
+    body = {"model": server.checkpoint, **OTHERS[path], "vllm_xargs": xargs, "stream": True}
+    reply = httpx.post(server.url + path, json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "return_routed_experts is not supported by" in reply.text
+
+
+@pytest.mark.parametrize("path", sorted(OTHERS.keys() - {"/v1/responses"}))
+def test_endpoint_without_rows_refuses_the_other_spelling(server: Server, path: str) -> None:
+    body = {"model": server.checkpoint, **OTHERS[path], "return_routed_experts": True}
+    reply = httpx.post(server.url + path, json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "return_routed_experts is not supported by" in reply.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("above", [False, True], ids=["vllm_xargs", "top level"])
 @pytest.mark.parametrize(
-    "xargs",
+    "arguments",
     [
         {"return_routed_experts": 1.5},
         {"return_routed_experts": ["true"]},
@@ -316,12 +385,18 @@ def test_endpoint_without_rows_refuses_those_that_ask(server: Server, path: str)
     ids=str,
 )
 def test_bad_argument_is_a_400_that_names_it(
-    client: openai.OpenAI, server: Server, model: Path, xargs: dict[str, Any], stream: bool
+    client: openai.OpenAI,
+    server: Server,
+    model: Path,
+    arguments: dict[str, Any],
+    above: bool,
+    stream: bool,
 ) -> None:
     prompt = random_prompt(11, 20)
+    body = arguments if above else {"vllm_xargs": arguments}
     with pytest.raises(openai.BadRequestError) as error:
-        complete(client, server, prompt, {"vllm_xargs": xargs}, max_tokens=2, stream=stream)
-    (name,) = xargs
+        complete(client, server, prompt, body, max_tokens=2, stream=stream)
+    (name,) = arguments
     assert error.value.param == name
     assert name in error.value.message
     collect(complete(client, server, prompt, max_tokens=2))[0].assert_true(model)
@@ -364,4 +439,4 @@ def test_schema_describes_the_fields(server: Server) -> None:
         response = ok["application/json"]["schema"]["$ref"].rpartition("/")[2]
         choices = schemas[response]["properties"]["choices"]["items"]
         choice = schemas[choices["$ref"].rpartition("/")[2]]
-        assert all(choice["properties"][name]["description"] for name in FIELDS)
+        assert all(choice["properties"][name]["description"] for name in {*FIELDS, "moe_top_k"})

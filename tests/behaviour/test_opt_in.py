@@ -12,7 +12,7 @@ import pytest
 from tests.behaviour.conftest import as_prompts, assert_true_rows, random_prompt, running
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 PROMPTS = [random_prompt(700 + i, n) for i, n in enumerate((5, 90, 33, 150, 64, 2))]
 
@@ -30,14 +30,28 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def generate(llm: LLM, *extra_args: dict[str, Any] | None) -> list[RequestOutput]:
+@pytest.fixture(scope="module")
+def off(model: Path) -> Iterator[LLM]:
+    """The same engine without the feature."""
+    options = {"enable_return_routed_experts": False, "enable_prefix_caching": False}
+    with running(model, **options) as off:
+        yield off
+
+
+def make_params(**arguments: Any) -> SamplingParams:
     from vllm import SamplingParams
 
-    params = [
-        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8, logprobs=3, extra_args=args)
-        for args in extra_args
-    ]
+    return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8, logprobs=3, **arguments)
+
+
+def generate(llm: LLM, *extra_args: dict[str, Any] | None) -> list[RequestOutput]:
+    params = [make_params(extra_args=args) for args in extra_args]
     return llm.generate(as_prompts(*PROMPTS[: len(params)]), params, use_tqdm=False)
+
+
+def generate_one(llm: LLM, prompt: list[int], **arguments: Any) -> CompletionOutput:
+    (output,) = llm.generate(as_prompts(prompt), make_params(**arguments), use_tqdm=False)
+    return output.outputs[0]
 
 
 def test_those_that_ask_get_rows_and_the_silent_none(llm: LLM, model: Path) -> None:
@@ -50,15 +64,14 @@ def test_those_that_ask_get_rows_and_the_silent_none(llm: LLM, model: Path) -> N
             assert output.outputs[0].routed_experts is None
 
 
-def test_tokens_and_logprobs_are_the_same_whoever_asks(llm: LLM, model: Path) -> None:
+def test_tokens_and_logprobs_are_the_same_whoever_asks(llm: LLM, off: LLM) -> None:
     ask = {"return_routed_experts": True}
     batches = [
         generate(llm, *[ask] * 6),
         generate(llm, *[None] * 6),
         generate(llm, *[ask, None] * 3),
     ]
-    with running(model, enable_return_routed_experts=False, enable_prefix_caching=False) as off:
-        expected = generate(off, *[None] * 6)
+    expected = generate(off, *[None] * 6)
     for outputs in batches:
         for got, want in zip(outputs, expected, strict=True):
             assert got.outputs[0].token_ids == want.outputs[0].token_ids
@@ -70,6 +83,72 @@ def test_rows_begin_where_asked(llm: LLM, model: Path, start: int) -> None:
     ask = {"return_routed_experts": 1, "routed_experts_prompt_start": start}
     output = generate(llm, None, ask)[1]
     assert_true_rows(model, PROMPTS[1], output.outputs[0], start)
+
+
+@pytest.mark.parametrize("start", [None, 0, 33, 90])
+def test_fields_of_the_sampling_parameters_ask_too(
+    llm: LLM, model: Path, start: int | None
+) -> None:
+    ask = {"return_routed_experts": True, "routed_experts_prompt_start": start}
+    completion = generate_one(llm, PROMPTS[1], **ask)
+    assert_true_rows(model, PROMPTS[1], completion, start or 0)
+
+
+def test_each_argument_may_have_its_own_spelling(llm: LLM, model: Path) -> None:
+    extra_args = {"return_routed_experts": True, "routed_experts_prompt_start": 7}
+    completion = generate_one(llm, PROMPTS[1], routed_experts_prompt_start=7, extra_args=extra_args)
+    assert_true_rows(model, PROMPTS[1], completion, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [("return_routed_experts", True, 0), ("routed_experts_prompt_start", 1, 0)],
+)
+def test_spellings_that_differ_are_refused_and_the_engine_goes_on(
+    llm: LLM, model: Path, name: str, value: int, other: int
+) -> None:
+    with pytest.raises(ValueError, match=f"{name} is given twice"):
+        generate_one(llm, PROMPTS[0], **{name: value}, extra_args={name: other})
+    completion = generate_one(llm, PROMPTS[0], return_routed_experts=True)
+    assert_true_rows(model, PROMPTS[0], completion)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("return_routed_experts", "yes"),
+        ("routed_experts_prompt_start", 6),
+        ("routed_experts_prompt_start", True),
+        ("routed_experts_prompt_start", 2**65),
+        ("routed_experts_prompt_start", 1.0),
+    ],
+)
+def test_bad_field_is_refused_and_the_engine_goes_on(
+    llm: LLM, model: Path, name: str, value: Any
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        generate_one(llm, PROMPTS[0], **{name: value})
+    completion = generate_one(llm, PROMPTS[0], return_routed_experts=True)
+    assert_true_rows(model, PROMPTS[0], completion)
+
+
+def test_leftover_arguments_do_not_reach_a_worker_without_the_feature(off: LLM) -> None:
+    """A request that is made elsewhere has not passed the input processor."""
+    engine = off.llm_engine
+    params = make_params()
+    request = engine.input_processor.process_inputs(
+        "made elsewhere", as_prompts(PROMPTS[0])[0], params, supported_tasks=("generate",)
+    )
+    asks = {"return_routed_experts": True, "routed_experts_prompt_start": 0}
+    request.sampling_params.extra_args = dict(asks)
+    for name, value in asks.items():
+        setattr(request.sampling_params, name, value)
+    engine.add_request(request.request_id, request, params)
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert len(outputs[-1].outputs[0].token_ids) == 8
+    assert outputs[-1].outputs[0].routed_experts is None
 
 
 def test_request_without_tokens_left_to_show_gets_an_empty_array(llm: LLM) -> None:

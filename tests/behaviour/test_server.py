@@ -75,6 +75,9 @@ def test_every_choice_has_its_rows(server: Server, model: Path) -> None:
     assert len(reply["choices"]) == 3
     for choice in reply["choices"]:
         assert_true_answer(model, read_answer(prompt, {"choices": [choice]}))
+        assert choice["num_prompt_tokens"] == 70
+        # Every layer of this model takes as many.
+        assert "moe_top_k" not in choice
 
 
 def test_chunks_of_a_stream_carry_the_rows_of_their_tokens(server: Server, model: Path) -> None:
@@ -83,6 +86,7 @@ def test_chunks_of_a_stream_carry_the_rows_of_their_tokens(server: Server, model
     rows: list[np.ndarray] = []
     for chunk in stream(server, request(server, prompt, max_tokens=9)):
         assert chunk["routed_experts_start"] == sum(map(len, rows))
+        assert chunk["num_prompt_tokens"] == len(prompt)
         token_ids += chunk["token_ids"]
         rows.append(decode_rows(chunk["routed_experts"]))
         assert sum(map(len, rows)) == len(prompt) + len(token_ids) - 1
@@ -162,10 +166,107 @@ def test_bad_argument_is_a_400_that_names_it(
     assert_true_answer(model, server.generate(prompt, max_tokens=2, ignore_eos=True))
 
 
-def test_request_may_decline(server: Server) -> None:
-    body = request(server, random_prompt(8, 20), extra_args={"return_routed_experts": False})
+# The other spellings of the arguments: as fields of the sampling parameters, and of the request.
+SPELLINGS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
+    "sampling_params": lambda body, arguments: {
+        **body,
+        "sampling_params": {**body["sampling_params"], **arguments},
+    },
+    "top level": lambda body, arguments: {**body, **arguments},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rows_start_where_other_spellings_say(server: Server, model: Path, spelling: str) -> None:
+    prompt = random_prompt(12, 50)
+    body = SPELLINGS[spelling](
+        request(server, prompt, max_tokens=4), {"routed_experts_prompt_start": 33}
+    )
+    answer = read_answer(prompt, server.post("/inference/v1/generate", body))
+    assert answer.start == 33
+    assert_true_answer(model, answer)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_stream_starts_where_other_spellings_say(
+    server: Server, model: Path, spelling: str
+) -> None:
+    prompt = random_prompt(13, 50)
+    body = SPELLINGS[spelling](
+        request(server, prompt, max_tokens=4), {"routed_experts_prompt_start": 33}
+    )
+    chunks = list(stream(server, body))
+    assert chunks[0]["routed_experts_start"] == 33
+    rows = np.concatenate([decode_rows(chunk["routed_experts"]) for chunk in chunks])
+    token_ids = tuple(token for chunk in chunks for token in chunk["token_ids"])
+    assert_true_answer(model, Answer(tuple(prompt), token_ids, rows, 33, (0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"return_routed_experts": 1.5},
+        {"return_routed_experts": "yes"},
+        {"return_routed_experts": [True]},
+        {"routed_experts_prompt_start": -1},
+        {"routed_experts_prompt_start": 21},
+        {"routed_experts_prompt_start": 2**65},
+        {"routed_experts_prompt_start": True},
+        {"routed_experts_prompt_start": 0.0},
+        {"routed_experts_prompt_start": "3"},
+    ],
+    ids=str,
+)
+def test_bad_argument_of_another_spelling_is_a_400_that_names_it(
+    server: Server, model: Path, arguments: dict[str, Any], spelling: str, is_stream: bool
+) -> None:
+    prompt = random_prompt(14, 20)
+    body = SPELLINGS[spelling](request(server, prompt, max_tokens=2), arguments)
+    url = server.url + "/inference/v1/generate"
+    reply = httpx.post(url, json={**body, "stream": is_stream}, timeout=60)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == next(iter(arguments))
+    assert_true_answer(model, server.generate(prompt, max_tokens=2, ignore_eos=True))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [("return_routed_experts", True, 0), ("routed_experts_prompt_start", 1, 2)],
+)
+def test_spellings_that_differ_are_a_400(
+    server: Server, spelling: str, name: str, value: int, other: int, is_stream: bool
+) -> None:
+    body = request(server, random_prompt(15, 20), extra_args={name: other}, max_tokens=2)
+    body = {**SPELLINGS[spelling](body, {name: value}), "stream": is_stream}
+    reply = httpx.post(server.url + "/inference/v1/generate", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert f"{name} is given twice" in reply.text
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_null_is_as_good_as_silence(server: Server, model: Path, spelling: str) -> None:
+    prompt = random_prompt(16, 20)
+    null = {"return_routed_experts": None, "routed_experts_prompt_start": None}
+    body = SPELLINGS[spelling](request(server, prompt, extra_args=null, max_tokens=2), null)
+    answer = read_answer(prompt, server.post("/inference/v1/generate", body))
+    assert answer.start == 0
+    assert_true_answer(model, answer)
+
+
+@pytest.mark.parametrize("spelling", ["extra_args", *SPELLINGS])
+def test_request_may_decline(server: Server, spelling: str) -> None:
+    arguments = {"return_routed_experts": False}
+    if spelling == "extra_args":
+        body = request(server, random_prompt(8, 20), extra_args=arguments)
+    else:
+        body = SPELLINGS[spelling](request(server, random_prompt(8, 20)), arguments)
     (choice,) = server.post("/inference/v1/generate", body)["choices"]
     assert not [name for name in choice if "experts" in name or "moe" in name]
+    assert "num_prompt_tokens" not in choice
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -59,6 +59,7 @@ def make_choice(rows: np.ndarray, **changes: Any) -> dict[str, Any]:
         "routed_experts": encode(rows),
         "routed_experts_start": 0,
         "moe_layers": MOE_LAYERS,
+        "num_prompt_tokens": len(PROMPT),
         "logprobs": {"content": [{"token": "", "logprob": -i / 4} for i in range(len(SAMPLED))]},
         **changes,
     }
@@ -129,6 +130,14 @@ def test_layers_are_those_that_route() -> None:
         np.testing.assert_array_equal(rows, make_rows(6)[:, layer])
 
 
+def test_layers_have_as_many_experts_as_they_take() -> None:
+    completion = read(make_choice(make_rows(6), moe_top_k=[1, 2]))
+    assert completion.moe_top_k == (1, 2)
+    first, second = completion.by_layer().values()
+    np.testing.assert_array_equal(first, make_rows(6)[:, 0, :1])
+    np.testing.assert_array_equal(second, make_rows(6)[:, 2])
+
+
 def test_chunks_of_a_stream_join_to_the_whole_answer() -> None:
     rows = make_rows(6)
     chunks = []
@@ -176,6 +185,13 @@ def test_chunks_of_a_stream_join_to_the_whole_answer() -> None:
         ({"moe_layers": [-1, 0]}, r"moe_layers is \[-1, 0\]"),
         ({"moe_layers": [0]}, r"that moe_layers \[0\] leaves out"),
         ({"moe_layers": None}, "moe_layers"),
+        ({"moe_top_k": [2]}, r"moe_top_k is \[2\]; wanted numbers up to 2 for 2 layers"),
+        ({"moe_top_k": [0, 2]}, r"moe_top_k is \[0, 2\]"),
+        ({"moe_top_k": [2, 3]}, r"moe_top_k is \[2, 3\]"),
+        ({"moe_top_k": [1, 1]}, r"moe_top_k is \[1, 1\]"),
+        ({"moe_top_k": 2}, "cannot be read"),
+        ({"num_prompt_tokens": 3}, "num_prompt_tokens is 3; wanted 4"),
+        ({"num_prompt_tokens": None}, "num_prompt_tokens is None; wanted 4"),
         ({"logprobs": {"content": []}, "token_ids": None}, "6 rows; 4 prompt and 0 sampled"),
         ({"logprobs": {"content": [{"logprob": 0.0}]}}, "3 tokens but 1 log-probs"),
     ],
@@ -192,6 +208,8 @@ def test_answer_without_the_rows_it_owes_is_an_error(changes: dict[str, Any], to
         ("routed_experts_start", 4),
         ("routed_experts_start", 6),
         ("moe_layers", [0]),
+        ("moe_top_k", [1, 2]),
+        ("num_prompt_tokens", 5),
         ("routed_experts", encode(make_rows(2)[..., :1])),
         ("routed_experts", encode(make_rows(2, np.uint16))),
     ],

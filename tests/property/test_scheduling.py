@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.routed_experts import ASK, START, get_routed_experts_start
+from vllm.v1.routed_experts import get_routed_experts_start
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.property.model import MOE_LAYERS, VOCABULARY, Worker, propose, true_row
@@ -236,11 +236,10 @@ class Engine:
             sampling_params=SamplingParams(
                 max_tokens=max_tokens,
                 ignore_eos=True,
-                extra_args={
-                    ASK: asks,
-                    START: start,
-                    "kv_transfer_params": {"do_remote_prefill": remote},
-                },
+                # As the input processor leaves them.
+                return_routed_experts=True if asks else None,
+                routed_experts_prompt_start=start if asks else None,
+                extra_args={"kv_transfer_params": {"do_remote_prefill": remote}},
             ),
             pooling_params=None,
             cache_salt=salt,
