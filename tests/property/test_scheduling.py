@@ -65,6 +65,8 @@ class Setup:
     full_attention: bool = True
     priorities: bool = False
     connector: bool = False
+    # A failed load ends the requests that relied on it; else they compute the tokens.
+    loads_end: bool = False
     # Ranks that hold a part of each block's KV, in a smaller block of their own.
     context_parallel: int = 1
     num_seqs: int = 6
@@ -92,8 +94,15 @@ SETUPS = {
     "priorities": Setup(priorities=True),
     "no prefix cache": Setup(caching=False),
     "decode context parallel": Setup(context_parallel=2),
-    "KV connector": Setup(connector=True, num_blocks=40, pages=1),
+    "KV connector": Setup(connector=True, num_blocks=80, chunk=24, pages=1),
     "KV connector, no prefix cache": Setup(connector=True, num_blocks=40, caching=False),
+    "KV connector, failed loads end": Setup(
+        connector=True, num_blocks=80, chunk=24, loads_end=True
+    ),
+    # No request is preempted: the release caches what it was loading then.
+    "asynchronous, failed loads end": Setup(
+        asynchronous=True, depth=2, connector=True, num_blocks=200, chunk=24, loads_end=True
+    ),
 }
 
 
@@ -157,6 +166,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         scheduler._spec_token_placeholders = [-1] * setup.drafts
     if setup.connector:
         scheduler.connector = Connector()
+        scheduler.recompute_kv_load_failures = not setup.loads_end
     return scheduler
 
 
@@ -213,6 +223,10 @@ class Engine:
     starts: dict[str, int] = field(default_factory=dict)
     # Index of the external block that the next step fails to load.
     lose: int | None = None
+    # Blocks whose KV was not loaded, or was computed from such KV.
+    spoiled: set[int] = field(default_factory=set)
+    # Requests that a failed load may have ended.
+    ended: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.scheduler = make_scheduler(self.setup)
@@ -255,6 +269,17 @@ class Engine:
         for _ in range(size * self.setup.crowd):
             self.add(list(prompt), max_tokens)
 
+    def add_relay(self, prompt: list[int], size: int, lose: int | None) -> None:
+        """A silent request caches a prefix; one receives it nevertheless, for want of rows, and
+        computes what another one uses, behind that prefix."""
+        prompt = [*prompt, *range(3 * BLOCK)]
+        self.add(prompt[: size * BLOCK + 1], 5, asks=False)
+        self.schedule([True] * self.setup.drafts)
+        if lose is not None:
+            self.fail(lose)
+        self.add(prompt, 3, remote=True)
+        self.add([*prompt, 1], 3, start=size * BLOCK)
+
     def add_turn(self, index: int, tail: list[int], max_tokens: int) -> None:
         """Continue what a request has so far."""
         if self.requests:
@@ -296,17 +321,28 @@ class Engine:
             finished_recving={r for r in loads if r not in output.req_ids},
             invalid_block_ids=lost,
         )
+        if not self.setup.loads_end:
+            # They are computed before anybody uses them.
+            self.spoiled.clear()
+        self.spoiled -= {block_ids[req_id][i] for req_id, blocks in loads.items() for i in blocks}
+        self.spoiled |= lost
         first_row = 0
+        # Who shares a block comes behind the request that computes it.
         for index, req_id in enumerate(output.req_ids):
             count = scheduled.num_scheduled_tokens[req_id]
             computed = self.requests[req_id].num_computed_tokens - count
             asks = output.routed_experts is not None and req_id in output.routed_experts.req_ids
-            if lost & {*block_ids[req_id][: -(-computed // BLOCK)]}:
+            used = block_ids[req_id][: -(-computed // BLOCK)]
+            written = block_ids[req_id][computed // BLOCK : -(-(computed + count) // BLOCK)]
+            if self.spoiled & {*used}:
+                self.spoiled |= {*written}
                 if asks:
                     output.routed_experts.rows[first_row : first_row + count] = 0xFFFF
                 if sampled := output.sampled_token_ids[index]:
                     # The scheduler throws it away.
                     del self.worker.tokens[req_id][-len(sampled) :]
+            else:
+                self.spoiled -= {*written}
             first_row += count if asks else 0
 
     def _propose(self, draft_is_right: list[bool]) -> None:
@@ -322,6 +358,9 @@ class Engine:
             return
         scheduled, output = self.on_the_way.popleft()
         outputs = self.scheduler.update_from_output(scheduled, output)
+        failed = (output.kv_connector_output or KVConnectorOutput()).invalid_block_ids
+        if failed and self.setup.loads_end:
+            self.ended |= {r.request_id for r in self.requests.values() if is_error(r)}
         if output.routed_experts is not None:
             # The next step reuses its buffer: whoever kept a view of it is wrong now.
             output.routed_experts.rows[:] = 0xFFFF
@@ -344,7 +383,8 @@ class Engine:
             assert offset == len(packed.rows)
 
     def abort(self, index: int) -> None:
-        if self.requests:
+        # The release caches what a request loads that ends meanwhile.
+        if self.requests and not (self.spoiled and self.on_the_way):
             req_id = str(index % len(self.requests))
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
@@ -352,6 +392,8 @@ class Engine:
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS
         if running and any(request.status == loading for request in self.requests.values()):
             # The release refuses it, with an error.
+            return
+        if self.spoiled and self.on_the_way:
             return
         if self.scheduler.reset_prefix_cache(reset_running_requests=running):
             self.worker.weights += 1
@@ -365,8 +407,9 @@ class Engine:
         raise AssertionError("the scheduler does not finish its requests")
 
     def check(self) -> None:
-        """Every request has the rows of its tokens, all of them if it was not aborted."""
+        """Every request has the rows of its tokens, all of them if nothing ended it."""
         for req_id, request in self.requests.items():
+            assert not is_error(request) or req_id in self.ended
             rows = np.concatenate([np.empty((0, 2, 2), np.uint16), *self.handed[req_id]])
             tokens = list(request.all_token_ids)
             start = get_routed_experts_start(request.sampling_params)
@@ -378,7 +421,7 @@ class Engine:
                 asked < start < request.num_prompt_tokens
                 and request.kv_transfer_params["do_remote_prefill"]
             )
-            if request.status != RequestStatus.FINISHED_ABORTED:
+            if request.status != RequestStatus.FINISHED_ABORTED and req_id not in self.ended:
                 assert len(rows) == len(tokens) - 1 - start
             for position, row in enumerate(rows, start):
                 weights = int(row[1, 1])
@@ -401,6 +444,10 @@ class Engine:
                 np.testing.assert_array_equal(row, true_row(tokens, position, self.worker.weights))
 
 
+def is_error(request: Request) -> bool:
+    return request.status == RequestStatus.FINISHED_ERROR
+
+
 # Few different tokens at few lengths: requests share prefixes often.
 PROMPTS = st.builds(
     lambda family, length, tail: [(family * 7 + i) % VOCABULARY for i in range(length)] + tail,
@@ -419,6 +466,9 @@ OPERATIONS = st.one_of(
         st.booleans(),
     ),
     st.tuples(st.just("group"), PROMPTS, st.integers(1, 8), st.integers(2, 3)),
+    st.tuples(
+        st.just("relay"), PROMPTS, st.integers(1, 3), st.sampled_from([None, 0, 1, 2])
+    ),
     st.tuples(
         st.just("turn"),
         st.integers(0, 20),
@@ -439,6 +489,7 @@ def play(engine: Engine, operations: list[tuple[Any, ...]]) -> None:
     actions: dict[str, Callable[..., None]] = {
         "add": engine.add,
         "group": engine.add_group,
+        "relay": engine.add_relay,
         "turn": engine.add_turn,
         "schedule": engine.schedule,
         "deliver": engine.deliver,
