@@ -51,6 +51,7 @@ def choice(index: int, start: int, stop: int, **changes: Any) -> dict[str, Any]:
         "routed_experts": encode(true_rows(start, stop)),
         "routed_experts_start": start,
         "moe_layers": [0, 1, 2],
+        "num_prompt_tokens": len(PROMPT),
         **changes,
     }
 
