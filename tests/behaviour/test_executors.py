@@ -108,9 +108,8 @@ def test_scheduler_keeps_nothing_of_the_memory_that_rows_came_in() -> None:
     from vllm.v1.core.routed_experts_manager import RoutedExpertsManager
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import Request
-    from vllm.v1.routed_experts import ASK, START
 
-    params = SamplingParams(max_tokens=4, extra_args={ASK: True, START: 0})
+    params = SamplingParams(return_routed_experts=True, routed_experts_prompt_start=0)
     request = Request("a", random_prompt(0, 5), params, None)
     step = make_output(5, np.uint8).routed_experts
     expected = step.rows.copy()
