@@ -30,6 +30,8 @@ class Transfers(KVConnectorMetadata):
 class MemoryConnector(KVConnectorBase_V1):
     """Saves prompts that one step computes whole; loads them for any request."""
 
+    supports_routed_experts = True
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.block_size = vllm_config.cache_config.block_size

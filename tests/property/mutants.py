@@ -78,7 +78,10 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
-        "store survives a reset", MANAGER, "            self.store.clear()\n", "            pass\n"
+        "store survives a reset",
+        MANAGER,
+        "            self.store.clear()\n\n    def free(",
+        "            pass\n\n    def free(",
     ),
     Mutant(
         "evicted blocks stay in the store",
@@ -131,8 +134,8 @@ MUTANTS = [
     Mutant(
         "external KV taken unasked",
         MANAGER,
-        'if not isinstance(params, dict) or not params.get("do_remote_prefill"):',
-        "if False:",
+        'return isinstance(params, dict) and bool(params.get("do_remote_prefill"))',
+        "return True",
     ),
     Mutant(
         "garbage of drafts stored",
@@ -155,7 +158,7 @@ MUTANTS = [
     Mutant(
         "rows nobody took are lost",
         MANAGER,
-        "                    self._hold(request, step, index)\n",
+        "                    self._keep(request, step, index)\n",
         "                    pass\n",
     ),
     Mutant(
@@ -181,6 +184,18 @@ MUTANTS = [
         MANAGER,
         "        self._begin[slots[ends_block]] = ends[ends_block]\n",
         "",
+    ),
+    Mutant(
+        "rows counted on that a failed load does not bring",
+        MANAGER,
+        "for req_id, held in self._rows.items() if held.counts_on(lost)",
+        "for req_id, held in self._rows.items() if False",
+    ),
+    Mutant(
+        "blocks behind a failed load used",
+        SCHEDULER,
+        "invalid_block_ids = blocks_to_evict - sync_blocks_to_evict",
+        "invalid_block_ids = set()",
     ),
     Mutant(
         "rows of a failed load put where others belong",
