@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine, prefix caching and chunked prefill on: every request gets exactly its rows."""
+"""One engine, prefix caching and chunked prefill on: the form of rows, and what they leave alone.
+Features beside them: test_features.py."""
 
 from __future__ import annotations
 
@@ -44,59 +45,6 @@ def generate(llm: LLM, *prompts: list[int], **sampling: object) -> list[RequestO
 @pytest.mark.parametrize("length", [1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 def test_prompt_of_any_length_has_true_rows(llm: LLM, model: Path, length: int) -> None:
     assert_all_true(model, generate(llm, random_prompt(length, length)))
-
-
-def test_requests_of_one_batch_have_their_own_rows(llm: LLM, model: Path) -> None:
-    prompts = [random_prompt(100 + i, n) for i, n in enumerate((5, 90, 33, 150, 2, 64, 70, 10, 21))]
-    assert_all_true(model, generate(llm, *prompts))
-
-
-def test_request_that_repeats_a_prompt_has_true_rows(llm: LLM, model: Path) -> None:
-    prompt = random_prompt(200, 4 * BLOCK)
-    first, second = (generate(llm, prompt)[0] for _ in range(2))
-    assert_all_true(model, [first, second])
-
-
-def test_request_that_continues_a_conversation_has_true_rows(llm: LLM, model: Path) -> None:
-    prompt = random_prompt(201, 2 * BLOCK + 3)
-    answer = generate(llm, prompt, max_tokens=BLOCK)[0]
-    conversation = [*prompt, *answer.outputs[0].token_ids, *random_prompt(202, 9)]
-    assert_all_true(model, generate(llm, conversation))
-
-
-def test_parallel_samples_have_their_own_rows(llm: LLM, model: Path) -> None:
-    outputs = generate(llm, random_prompt(300, 80), n=4, temperature=1.0, seed=1, max_tokens=9)
-    assert len({tuple(c.token_ids) for c in outputs[0].outputs}) > 1
-    assert_all_true(model, outputs)
-
-
-def test_single_token_has_the_rows_of_the_prompt(llm: LLM, model: Path) -> None:
-    (output,) = generate(llm, random_prompt(301, 40), max_tokens=1)
-    assert_all_true(model, [output])
-    assert len(output.outputs[0].routed_experts) == 40
-
-
-def test_rows_end_with_the_stop_token(llm: LLM, model: Path) -> None:
-    prompt = random_prompt(302, 20)
-    unstopped = generate(llm, prompt, max_tokens=8)[0].outputs[0].token_ids
-    (output,) = generate(llm, prompt, max_tokens=8, stop_token_ids=[unstopped[3]])
-    assert output.outputs[0].finish_reason == "stop"
-    assert len(output.outputs[0].token_ids) <= 4
-    assert_all_true(model, [output])
-
-
-def test_rows_end_with_the_stop_string(llm: LLM, model: Path) -> None:
-    prompt = random_prompt(303, 20)
-    text = generate(llm, prompt, max_tokens=8)[0].outputs[0].text
-    (output,) = generate(llm, prompt, max_tokens=8, stop=[text[2:4]])
-    assert output.outputs[0].finish_reason == "stop"
-    assert len(output.outputs[0].token_ids) < 8
-    assert_all_true(model, [output])
-
-
-def test_prompt_logprobs_do_not_disturb_rows(llm: LLM, model: Path) -> None:
-    outputs = generate(llm, random_prompt(304, CHUNK + 30), prompt_logprobs=1, logprobs=1)
-    assert_all_true(model, outputs)
 
 
 def test_dense_layers_are_zero_and_not_named(llm: LLM) -> None:
