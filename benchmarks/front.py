@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long rows keep the API server's event loop busy. No GPU, and a stub for the engine.
+
+    python benchmarks/front.py --out benchmarks/results/front-cpu.md
+
+The server is vLLM's own (FastAPI, uvicorn, AsyncLLM, output processor), in a process of its own. A
+stub in another process sends it made-up tokens and random rows through the engine's sockets; the
+clients are in this process and come over loopback. Loads: one answer of 128,000 tokens, whole or
+streamed, and 64 streams whose readers read nothing until the engine has finished. In each round,
+every load is sent with silent requests and with asking ones.
+
+Measured from the engine's first output until all answers are read:
+
+- the longest callback of the loop, and the most processor time of one. The target is for the first:
+  asking requests may add 5 ms to what silent ones have in the same round, median of the rounds;
+- by how much a task that sleeps for a millisecond, over and over, woke too late. That is several
+  callbacks in a row, and all else that runs on the machine.
+
+`vllm serve` runs uvloop, whose callbacks cannot be timed: `--loop uvloop` measures the last alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# Run as a file: the repository is not on the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from examples.demo.checkpoint import make_checkpoint
+from examples.demo.server import QUIET
+from examples.trainer.client import decode_rows
+
+GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
+TOP_K, MAX_LEN = 8, 200_000
+# What asking may add, and the rounds that it takes to say so.
+TARGET_MS, ENOUGH_ROUNDS = 5.0, 8
+# Nothing that is waited for takes so long.
+PATIENCE_S = 120.0
+MEASURES = {
+    "callback": "Longest callback",
+    "processor": "Most processor time of one",
+    "late": "A timer late by",
+}
+# Of each load, of silent and of asking requests, milliseconds by measure.
+Round = dict[str, dict[str, dict[str, float]]]
+
+
+class Failure(Exception):
+    """The benchmark cannot go on; the text is for the user."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that start together, and what the engine makes of them.
+
+    Attributes:
+        name: what the table calls it.
+        path: of the endpoint.
+        stream: whether they are streams.
+        prompt: tokens of each one's prompt, as the engine has it: their rows come with the first
+            tokens. What is sent is shorter.
+        steps: of the engine, 5 ms apart.
+        tokens: of each request in a step.
+        requests: their number.
+        stalled: whether readers read nothing until the engine has finished.
+    """
+
+    name: str
+    path: str
+    stream: bool
+    prompt: int
+    steps: int
+    tokens: int
+    requests: int = 1
+    stalled: bool = False
+
+    @property
+    def output(self) -> int:
+        return self.steps * self.tokens
+
+    def body(self, asks: bool) -> bytes:
+        arguments = {"return_routed_experts": asks}
+        common = {"max_tokens": self.output, "ignore_eos": True}
+        body: dict[str, Any] = {"stream": self.stream}
+        if self.path == CHAT:
+            body |= {"messages": [{"role": "user", "content": "abc"}], "vllm_xargs": arguments}
+            body |= common
+        else:
+            body |= {"token_ids": [5], "sampling_params": {**common, "extra_args": arguments}}
+        return json.dumps(body).encode()
+
+
+def loads_of(arguments: argparse.Namespace) -> list[Load]:
+    prompt, steps, readers = arguments.prompt, arguments.steps, arguments.readers
+    answers = [
+        Load(f"{name}{', streamed' if stream else ''}", path, stream, prompt, steps, tokens=128)
+        for name, path in (("generate", GENERATE), ("chat", CHAT))
+        for stream in (False, True)
+    ]
+    # The first event of each stream is more than the kernel takes for a reader who stalls.
+    prompt = 3_200_000 // (arguments.layers * TOP_K)
+    stalled = Load(
+        f"{readers} stalled readers", GENERATE, True, prompt, 8 * steps, 2, readers, stalled=True
+    )
+    return [*answers, stalled]
+
+
+def engine(*arguments: Any) -> None:
+    """The engine's process. Only such a one imports vLLM."""
+    from benchmarks import front_server
+
+    front_server.engine(*arguments)
+
+
+def server(*arguments: Any) -> None:
+    """The server's process."""
+    from benchmarks import front_server
+
+    front_server.server(*arguments)
+
+
+def send_request(port: int, load: Load, asks: bool) -> socket.socket:
+    connection = socket.socket()
+    if load.stalled:
+        # The kernel shall not read for those who do not.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    connection.settimeout(PATIENCE_S)
+    connection.connect(("127.0.0.1", port))
+    body = load.body(asks)
+    head = f"POST {load.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    with connection, http.client.HTTPResponse(connection, method="POST") as answer:
+        answer.begin()
+        parts = []
+        while part := answer.read(1 << 20):
+            parts.append(part)
+    content = b"".join(parts)
+    if answer.status != 200:
+        raise Failure(f"an answer has status {answer.status}: {content[:300]!r}")
+    return content
+
+
+def check(answer: bytes, load: Load, asks: bool) -> None:
+    """Raises Failure if the answer is not what the load is about."""
+    events = answer.removesuffix(b"\n\ndata: [DONE]\n\n").split(b"\n\n")
+    texts = [
+        choice["routed_experts"]
+        for event in events
+        for choice in json.loads(event.removeprefix(b"data: "))["choices"]
+        if "routed_experts" in choice
+    ]
+    rows = sum(len(decode_rows(text)) for text in texts)
+    if rows != (load.prompt + load.output - 1 if asks else 0):
+        raise Failure(f"{load.name}: an answer has {rows} rows, {asks=}")
+    if asks and load.stalled and len(events) > load.steps / 2:
+        raise Failure(f"{load.name}: of {load.steps} steps, {len(events)} were read: none stalled")
+
+
+class Bench:
+    """The server, the engine, and their ends of the pipes that lead to them."""
+
+    def __init__(self, arguments: argparse.Namespace, loads: Sequence[Load], folder: Path) -> None:
+        model = make_checkpoint(folder / "model", max_position_embeddings=MAX_LEN)
+        addresses = {f"{way}_address": f"ipc://{folder}/{way}" for way in ("input", "output")}
+        rows = max(load.requests * (load.prompt + load.tokens) for load in loads)
+        spawn = multiprocessing.get_context("spawn")
+        self.engine, engine_end = spawn.Pipe()
+        self.server, server_end = spawn.Pipe()
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            self.port = listening.getsockname()[1]
+            of_engine = (addresses, (rows, arguments.layers, TOP_K), engine_end)
+            of_server = (addresses, listening, model, MAX_LEN, arguments.loop, server_end)
+            self.processes = [
+                spawn.Process(target=engine, args=of_engine, daemon=True),
+                spawn.Process(target=server, args=of_server, daemon=True),
+            ]
+            for process in self.processes:
+                process.start()
+        engine_end.close()
+        server_end.close()
+
+    def __enter__(self) -> Bench:
+        ends = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends and all(p.is_alive() for p in self.processes):
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+                with contextlib.closing(connection):
+                    connection.request("GET", "/health")
+                    if connection.getresponse().status == 200:
+                        return self
+            time.sleep(0.2)
+        self.__exit__()
+        raise Failure("the server is not ready")
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def run(self, load: Load, asks: bool, checked: bool) -> dict[str, float]:
+        """What the probe saw of a load, in milliseconds; what the answers weigh, in megabytes, and
+        how long they took, in milliseconds."""
+        self.engine.send(load)
+        connections = [send_request(self.port, load, asks) for _ in range(load.requests)]
+        began = receive(self.engine) if load.stalled else None
+        with ThreadPoolExecutor(load.requests) as readers:
+            answers = list(readers.map(read_answer, connections))
+        ended = time.monotonic()
+        began = began or receive(self.engine)
+        for answer in answers if checked else ():
+            check(answer, load, asks)
+        self.server.send((began, ended))
+        weight = sum(map(len, answers)) / 1e6
+        return {**receive(self.server), "answers_mb": weight, "took": 1e3 * (ended - began)}
+
+
+def receive(process: Connection) -> Any:
+    if not process.poll(PATIENCE_S):
+        raise Failure("a process does not answer")
+    return process.recv()
+
+
+def run_rounds(arguments: argparse.Namespace) -> list[Round]:
+    loads = loads_of(arguments)
+    rounds: list[Round] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Bench(arguments, loads, Path(folder)) as bench,
+    ):
+        # The first round warms up and checks the answers; it does not count.
+        for number in range(arguments.rounds + 1):
+            rounds.append({})
+            for load in loads:
+                order = [("silent", False), ("asking", True)]
+                found = {
+                    who: bench.run(load, asks, checked=number == 0)
+                    for who, asks in order[:: 1 if number % 2 else -1]
+                }
+                rounds[-1][load.name] = found
+                told = [
+                    f"{who} " + ", ".join(f"{name} {own[name]:.1f}" for name in MEASURES)
+                    for who, own in found.items()
+                ]
+                print(f"{number} {load.name}: {'; '.join(told)}", flush=True)
+    return rounds[1:]
+
+
+def summarize(rounds: Sequence[Round]) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """By load and measure, the medians over the rounds: of silent requests, of asking ones, and of
+    how much more these have in the same round."""
+    found: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for load in rounds[0]:
+        pairs = [(r[load]["silent"], r[load]["asking"]) for r in rounds]
+        found[load] = {
+            name: (
+                statistics.median(silent[name] for silent, _ in pairs),
+                statistics.median(asking[name] for _, asking in pairs),
+                statistics.median(asking[name] - silent[name] for silent, asking in pairs),
+            )
+            for name in pairs[0][0]
+        }
+    return found
+
+
+def report_text(rounds: Sequence[Round], arguments: argparse.Namespace) -> str:
+    """The record in Markdown."""
+    measures = list(MEASURES) if arguments.loop == "asyncio" else ["late"]
+    vllm, python = importlib.metadata.version("vllm"), platform.python_version()
+    lines = [
+        "# The server's event loop beside rows\n",
+        f"`{' '.join(Path(word).name for word in sys.argv)}`: {arguments.layers} layers, "
+        f"top-{TOP_K}, uint8; {arguments.loop}; {len(rounds)} rounds; {os.cpu_count()} cores; vllm "
+        f"{vllm}, Python {python}. Medians of the rounds: silent, asking, and by how much asking "
+        f"is more in the same round. Target: at most {TARGET_MS:.0f} ms more.\n",
+    ]
+    if len(rounds) < ENOUGH_ROUNDS:
+        lines.append(f"Too few rounds to conclude anything: it takes {ENOUGH_ROUNDS}.\n")
+    heads = ["Load", *(f"{MEASURES[name]}, ms" for name in measures)]
+    heads += ["Target", "Answers, MB", "They took, ms"]
+    lines += [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    for load, row in summarize(rounds).items():
+        cells = [load]
+        cells += ["{:.1f}, {:.1f}, **{:+.1f}**".format(*row[name]) for name in measures]
+        if len(rounds) < ENOUGH_ROUNDS:
+            cells.append("too few rounds")
+        else:
+            cells.append("met" if row[measures[0]][2] <= TARGET_MS else "missed")
+        cells.append("{:.1f}, {:.1f}".format(*row["answers_mb"]))
+        cells.append("{:,.0f}, {:,.0f}".format(*row["took"]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="file for the record, as Markdown; JSON beside it")
+    parser.add_argument("--rounds", type=int, default=ENOUGH_ROUNDS)
+    parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio")
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--prompt", type=int, default=112_000, help="rows with the first tokens")
+    parser.add_argument("--steps", type=int, default=125, help="of the engine, 128 tokens each")
+    parser.add_argument("--readers", type=int, default=64, help="that stall")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    arguments = read_arguments()
+    os.environ.update(QUIET, VLLM_LOGGING_LEVEL="ERROR", VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
+    try:
+        rounds = run_rounds(arguments)
+    except (Failure, OSError, http.client.HTTPException) as failure:
+        print(f"FAILED: {type(failure).__name__}: {failure}", file=sys.stderr)
+        return 1
+    text = report_text(rounds, arguments)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+        arguments.out.with_suffix(".json").write_text(json.dumps(rounds, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

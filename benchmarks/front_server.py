@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `front.py` starts: the server, with a probe in its event loop, and a stub for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import uvloop
+import zmq
+from vllm.entrypoints.openai.api_server import run_server_worker
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.routed_experts_manager import RoutedExpertsManager
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    UtilityOutput,
+)
+from vllm.v1.outputs import RoutedExpertsLists
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+# Shorter callbacks are not noted.
+LEAST_S = 1e-4
+EXPERTS = 256
+
+
+class Load(Protocol):
+    """What the stub reads of one of `front.py`'s."""
+
+    prompt: int
+    steps: int
+    tokens: int
+    requests: int
+
+
+class Engine:
+    """The stub. What packs its rows is the scheduler's own code."""
+
+    def __init__(self, addresses: dict[str, str], pool: np.ndarray, parent: Connection) -> None:
+        self.pool = pool
+        self.parent = parent
+        context = zmq.Context.instance()
+        self.requests = context.socket(zmq.DEALER)
+        self.requests.setsockopt(zmq.IDENTITY, (0).to_bytes(2, "little"))
+        self.requests.connect(addresses["input_address"])
+        self.outputs = context.socket(zmq.PUSH)
+        self.outputs.setsockopt(zmq.SNDHWM, 0)
+        self.outputs.connect(addresses["output_address"])
+        self.encoder = MsgpackEncoder()
+        ready = EngineCoreReadyResponse(10**9, num_gpu_blocks=1, dp_stats_address=None)
+        self.requests.send(msgspec.msgpack.encode(ready))
+
+    def serve(self) -> None:
+        """Answer the loads that the parent announces, until it is gone."""
+        decode_request, decode = MsgpackDecoder(EngineCoreRequest), MsgpackDecoder()
+        told: list[Load] = []
+        waiting: list[EngineCoreRequest] = []
+        poller = zmq.Poller()
+        poller.register(self.requests, zmq.POLLIN)
+        poller.register(self.parent.fileno(), zmq.POLLIN)
+        while True:
+            for source, _ in poller.poll():
+                if source == self.parent.fileno():
+                    try:
+                        told.append(self.parent.recv())
+                    except EOFError:
+                        return
+                    continue
+                kind, *frames = self.requests.recv_multipart(copy=False)
+                kind = EngineCoreRequestType(bytes(kind.buffer))
+                if kind == EngineCoreRequestType.ADD:
+                    waiting.append(decode_request.decode(frames))
+                elif kind == EngineCoreRequestType.UTILITY:
+                    _, call, method, _ = decode.decode(frames)
+                    result = ("generate",) if method == "get_supported_tasks" else None
+                    output = UtilityOutput(call, result=UtilityResult(result))
+                    self.send(EngineCoreOutputs(utility_output=output))
+            if told and len(waiting) == told[0].requests:
+                # How the server takes requests in is not measured.
+                time.sleep(0.1)
+                self.parent.send(self.answer(told.pop(), waiting))
+                waiting.clear()
+
+    def send(self, message: EngineCoreOutputs) -> None:
+        self.outputs.send_multipart(self.encoder.encode(message), copy=False)
+
+    def answer(self, load: Load, waiting: Sequence[EngineCoreRequest]) -> float:
+        """Send all outputs of the requests. Returns when that began."""
+        for sent in waiting:
+            sent.prompt_token_ids = [5] * load.prompt
+        requests = {r.request_id: Request.from_engine_core_request(r, None) for r in waiting}
+        asking = [r for r in requests.values() if RoutedExpertsManager.is_opted_in(r)]
+        manager = RoutedExpertsManager()
+        position = 0
+        began = time.monotonic()
+        for number in range(load.steps):
+            for request in requests.values():
+                request.append_output_token_ids([7] * load.tokens)
+                if number == load.steps - 1:
+                    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            outputs = [
+                EngineCoreOutput(
+                    req_id, [7] * load.tokens, finish_reason=request.get_finished_reason()
+                )
+                for req_id, request in requests.items()
+            ]
+            message = EngineCoreOutputs(outputs=outputs)
+            end = load.prompt + (number + 1) * load.tokens - 1
+            if asking:
+                manager.update(self.rows_of(asking, position, end), requests, number + 1)
+                for request in asking:
+                    manager.take(request)
+                manager.pack({0: message}, requests)
+            self.send(message)
+            position = end
+            time.sleep(0.005)
+        return began
+
+    def rows_of(self, requests: Sequence[Request], begin: int, end: int) -> RoutedExpertsLists:
+        """What workers return of the positions `begin` to `end` of each request."""
+        count, num_rows = len(requests), end - begin
+        return RoutedExpertsLists(
+            req_ids=[request.request_id for request in requests],
+            num_rows=np.full(count, num_rows),
+            positions=np.full(count, begin),
+            rows=self.pool[: count * num_rows],
+            moe_layers=tuple(range(self.pool.shape[1])),
+        )
+
+
+def engine(addresses: dict[str, str], shape: tuple[int, int, int], parent: Connection) -> None:
+    """The engine's process. `shape`: of all rows of a step together."""
+    pool = np.random.default_rng(0).integers(0, EXPERTS, shape, np.uint8)
+    Engine(addresses, pool, parent).serve()
+
+
+class Probe:
+    """Notes how long callbacks of the event loop take, and how late a timer is."""
+
+    def __init__(self) -> None:
+        # When it began and ended, and its seconds of processor time.
+        self.callbacks: list[tuple[float, float, float]] = []
+        # When it was due, and when it came.
+        self.ticks: list[tuple[float, float]] = []
+
+    def time_callbacks(self) -> None:
+        """Of asyncio's own loop: all that it does, it does in callbacks."""
+        run, clock, processor = asyncio.Handle._run, time.monotonic, time.thread_time
+
+        def timed(handle: asyncio.Handle) -> None:
+            begin, used = clock(), processor()
+            run(handle)
+            end = clock()
+            if end - begin > LEAST_S:
+                self.callbacks.append((begin, end, processor() - used))
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign]
+
+    async def tick(self) -> None:
+        while True:
+            due = time.monotonic() + 0.001
+            await asyncio.sleep(0.001)
+            self.ticks.append((due, time.monotonic()))
+
+    def answer(self, parent: Connection) -> None:
+        """Tell what was longest between the two times that the parent names, again and again."""
+        with contextlib.suppress(EOFError):
+            while True:
+                begin, end = parent.recv()
+                callbacks = [c for c in list(self.callbacks) if begin <= c[0] and c[1] <= end]
+                late = [came - due for due, came in list(self.ticks) if begin <= due <= end]
+                self.callbacks.clear()
+                self.ticks.clear()
+                told = {
+                    "callback": max((c[1] - c[0] for c in callbacks), default=0.0),
+                    "processor": max((c[2] for c in callbacks), default=0.0),
+                    "late": max(late, default=0.0),
+                }
+                parent.send({name: 1e3 * seconds for name, seconds in told.items()})
+
+
+def server(
+    addresses: dict[str, str],
+    listening: socket.socket,
+    model: Path,
+    max_len: int,
+    loop: str,
+    parent: Connection,
+) -> None:
+    """The server's process: `vllm serve` with the engine elsewhere, and a probe in its loop."""
+    words = [f"--model={model}", "--enable-return-routed-experts", "--routed-experts-opt-in"]
+    words += [f"--max-model-len={max_len}", "--disable-uvicorn-access-log"]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    probe = Probe()
+    threading.Thread(target=probe.answer, args=(parent,), daemon=True).start()
+
+    async def run() -> None:
+        ticking = asyncio.create_task(probe.tick())
+        await run_server_worker("", listening, arguments, client_config=addresses)
+        ticking.cancel()
+
+    if loop == "uvloop":
+        uvloop.run(run())
+    else:
+        probe.time_callbacks()
+        asyncio.run(run())
