@@ -52,6 +52,7 @@ class Worker:
 
     weights: int = 0
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    num_prompt_tokens: dict[str, int] = field(default_factory=dict)
     asking: set[str] = field(default_factory=set)
     # The worker makes the drafts itself, of which the scheduler knows the number only.
     proposes: bool = False
@@ -65,11 +66,16 @@ class Worker:
         for new in scheduled.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             self.tokens[new.req_id] = list(new.prompt_token_ids)
+            self.num_prompt_tokens[new.req_id] = len(new.prompt_token_ids)
             if get_routed_experts_start(new.sampling_params) is not None:
                 self.asking.add(new.req_id)
             first_positions[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
-        for req_id, position in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        for req_id, position, num_output_tokens in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        ):
+            # The scheduler threw away what was sampled from KV that was not loaded.
+            del self.tokens[req_id][self.num_prompt_tokens[req_id] + num_output_tokens :]
             if req_id in cached.resumed_req_ids:
                 self.tokens[req_id] = list(cached.all_token_ids[req_id])
             elif self.proposes:

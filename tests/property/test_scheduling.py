@@ -269,16 +269,16 @@ class Engine:
         for _ in range(size * self.setup.crowd):
             self.add(list(prompt), max_tokens)
 
-    def add_relay(self, prompt: list[int], size: int, lose: int | None) -> None:
+    def add_relay(self, prompt: list[int], num_cached: int, start: int, lose: int | None) -> None:
         """A silent request caches a prefix; one receives it nevertheless, for want of rows, and
-        computes what another one uses, behind that prefix."""
+        computes what another one uses, behind that prefix: blocks, their rows or both."""
         prompt = [*prompt, *range(3 * BLOCK)]
-        self.add(prompt[: size * BLOCK + 1], 5, asks=False)
+        self.add(prompt[: num_cached * BLOCK + 1], 5, asks=False)
         self.schedule([True] * self.setup.drafts)
         if lose is not None:
             self.fail(lose)
         self.add(prompt, 3, remote=True)
-        self.add([*prompt, 1], 3, start=size * BLOCK)
+        self.add([*prompt, 1], 3, start=start * BLOCK)
 
     def add_turn(self, index: int, tail: list[int], max_tokens: int) -> None:
         """Continue what a request has so far."""
@@ -328,7 +328,7 @@ class Engine:
         self.spoiled |= lost
         first_row = 0
         # Who shares a block comes behind the request that computes it.
-        for index, req_id in enumerate(output.req_ids):
+        for req_id in output.req_ids:
             count = scheduled.num_scheduled_tokens[req_id]
             computed = self.requests[req_id].num_computed_tokens - count
             asks = output.routed_experts is not None and req_id in output.routed_experts.req_ids
@@ -338,9 +338,6 @@ class Engine:
                 self.spoiled |= {*written}
                 if asks:
                     output.routed_experts.rows[first_row : first_row + count] = 0xFFFF
-                if sampled := output.sampled_token_ids[index]:
-                    # The scheduler throws it away.
-                    del self.worker.tokens[req_id][-len(sampled) :]
             else:
                 self.spoiled -= {*written}
             first_row += count if asks else 0
@@ -466,7 +463,13 @@ OPERATIONS = st.one_of(
         st.booleans(),
     ),
     st.tuples(st.just("group"), PROMPTS, st.integers(1, 8), st.integers(2, 3)),
-    st.tuples(st.just("relay"), PROMPTS, st.integers(1, 3), st.sampled_from([None, 0, 1, 2])),
+    st.tuples(
+        st.just("relay"),
+        PROMPTS,
+        st.integers(1, 4),
+        st.integers(1, 4),
+        st.sampled_from([None, 0, 1, 2]),
+    ),
     st.tuples(
         st.just("turn"),
         st.integers(0, 20),
