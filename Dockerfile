@@ -10,7 +10,7 @@ COPY deploy/pinned-image.sh /opt/deploy/
 COPY deploy/image /opt/deploy/image
 RUN /opt/deploy/image/base.sh "${BASE_IMAGE}" && /opt/deploy/image/packages.sh run
 
-# The wheel: built here, or taken from build/wheels-cuda; proved in both cases.
+# The wheel: built here, or taken from build/*/wheels-cuda; proved in both cases.
 FROM base AS wheel
 RUN /opt/deploy/image/packages.sh build
 WORKDIR /src

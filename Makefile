@@ -18,10 +18,20 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export DO_NOT_TRACK := 1
 export PRE_COMMIT_HOME := build/pre-commit
 
+# The line: which series on which release (tools/common/pin.py has the default too). Everything made
+# of it lies in build/<line>. The first line's vLLM is installed into .venv, beside the tools; every
+# other has an environment of its own, locked by requirements/<line>.txt, made when it is first needed.
+ON ?= v0.20.2
+LINE := $(or $(strip $(ON)),v0.20.2)
+OTHER := $(filter-out v0.20.2,$(LINE))
+LINES := $(patsubst patches/%/upstream.toml,%,$(wildcard patches/*/upstream.toml))
+MADE := build/$(LINE)
+
 PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python3)
-PY := .venv/bin/python
+VENV := .venv$(addprefix -,$(OTHER))
+PY := $(VENV)/bin/python
 UV := .venv/bin/uv
-TOOLS := $(PY) -m tools
+TOOLS := .venv/bin/python -m tools --on $(LINE)
 
 # Free disk space, in GB, that a first run wants: .venv 6, the installer's cache of the same files 6
 # (shared by hard links where both lie on one file system), source trees and wheels 1.
@@ -30,6 +40,8 @@ NEED_GB ?= 12
 # Where pinned sources and base wheels come from: make WHEELHOUSE=DIR takes them from a directory,
 # make OFFLINE=1 asks no index.
 FROM = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
+# The tests of a line: the first one's are all but the other lines'.
+TESTS = $(if $(OTHER),tests/$(LINE),$(patsubst %,--ignore=tests/%,$(filter-out $(LINE),$(LINES))))
 # The name that `make image` gives.
 IMAGE ?= vllm-routed-experts
 # The base wheels that wheel-cuda and verify-cuda take.
@@ -38,21 +50,23 @@ CUDA ?= cuda cuda-aarch64
 digest = $(shell { $(1); } 2>/dev/null | sha256sum | cut -c 1-16)
 files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
 
-# The place counts too: scripts in .venv hold its path.
-LOCK_ID := $(call digest,pwd; cat requirements/bootstrap.txt requirements/environment.txt)
-LOCKED := .venv/.locked-$(LOCK_ID)
-# What goes into a wheel, and the code that builds it (tests/tools/test_digest.py): nothing else makes
-# a wheel be built again.
-BUILDERS := $(addprefix tools/common/,errors.py files.py git.py pin.py) \
-	$(addprefix tools/source/,archive.py download.py fetch.py index.py) \
-	$(addprefix tools/series/,apply.py base.py patch.py series.py tree.py) \
-	$(addprefix tools/wheel/,build.py metadata.py plan.py sbom.py)
-PRISTINE_ID := $(call digest,$(call files,upstream.toml $(BUILDERS)); grep '^version = ' pyproject.toml)
-SERIES_ID := $(call digest,$(call files,upstream.toml patches $(BUILDERS)); grep '^version = ' pyproject.toml)
-BUILT := build/wheels/.built-$(SERIES_ID)
+# The place counts too: scripts in .venv hold its path. Comments of a lock do not.
+lock_id = $(call digest,pwd; grep -hv '^ *\#' requirements/bootstrap.txt $(1))
+LOCK_FILE := requirements/$(or $(OTHER),environment).txt
+LOCK_ID := $(call lock_id,$(LOCK_FILE))
+TOOLS_LOCKED := .venv/.locked-$(call lock_id,requirements/environment.txt)
+LOCKED := $(VENV)/.locked-$(LOCK_ID)
+# What goes into a wheel, and the code that puts it there (tests/tools/test_digest.py): nothing else
+# makes a wheel be built again. That the build tree is the pinned release and the series, is checked.
+WRITERS := tools/series/series.py $(addprefix tools/wheel/,build.py metadata.py plan.py sbom.py)
+INPUTS := $(WRITERS) patches/$(LINE)/upstream.toml
+more = grep '^version = ' pyproject.toml; grep '^cyclonedx-python-lib==' requirements/environment.txt
+PRISTINE_ID := $(call digest,$(call files,$(INPUTS)); $(more))
+SERIES_ID := $(call digest,$(call files,$(INPUTS) patches/$(LINE)/series patches/$(LINE)/*.patch); $(more))
+BUILT := $(MADE)/wheels/.built-$(SERIES_ID)
 # A new lock removes what was installed.
-INSTALLED := .venv/.installed-$(SERIES_ID)-$(LOCK_ID)
-PRISTINE := build/pristine/.installed-$(PRISTINE_ID)
+INSTALLED := $(VENV)/.installed-$(SERIES_ID)-$(LOCK_ID)
+PRISTINE := $(MADE)/pristine/.installed-$(PRISTINE_ID)
 
 # A wheel built here goes in without its dependencies (the lock has them), and by copy: files shared
 # with the installer's cache would change there when somebody edits them here.
@@ -74,7 +88,7 @@ demo-corrupt: $(INSTALLED) ## The demo with one captured id flipped: must fail
 
 .PHONY: demo-pristine
 demo-pristine: $(PRISTINE) ## The demo on vLLM without the series: must fail
-	@exec env PYTHONPATH="$(CURDIR)/build/pristine/site" $(PY) -m examples.demo --pristine
+	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m examples.demo --pristine
 
 .PHONY: replay
 replay: $(INSTALLED) ## Replay the server's routes in a trainer: its log-probs with and without
@@ -88,11 +102,11 @@ disaggregated: $(INSTALLED) ## Prefill and decode in two engines: compare every 
 
 .PHONY: test
 test: $(INSTALLED) ## Run the whole test suite, less what is marked slow
-	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 .PHONY: test-long
 test-long: $(INSTALLED) $(PRISTINE) ## Run the tests marked slow
-	@exec $(PY) -m pytest -m slow
+	@exec $(PY) -m pytest -m slow $(TESTS)
 
 .PHONY: soak
 soak: $(INSTALLED) ## Ten thousand requests with random aborts: nothing may be left of them
@@ -120,7 +134,7 @@ mutants: $(INSTALLED) ## Break the scheduler-side code in named ways: the proper
 
 .PHONY: upstream-tests
 upstream-tests: $(INSTALLED) $(PRISTINE) ## vLLM's own tests with and without the series: only what it touches may differ
-	@exec $(TOOLS) upstream test --out benchmarks/results/upstream-tests.md
+	@exec $(PY) -m tools --on $(LINE) upstream test --out benchmarks/results/upstream-tests.md
 
 .PHONY: check
 check: lint apply ## Lint; check the series; check that exporting it changes nothing
@@ -129,58 +143,58 @@ check: lint apply ## Lint; check the series; check that exporting it changes not
 
 .PHONY: check-patches
 check-patches: $(INSTALLED) ## Every patch at its own place: imports, linters, types, the tests it touches
-	@exec $(TOOLS) series check-patches --out benchmarks/results/check-patches.md
+	@exec $(PY) -m tools --on $(LINE) series check-patches --out benchmarks/results/check-patches.md
 
 .PHONY: lint
-lint: $(LOCKED) ## Run every linter on every committed file
-	@exec $(PY) -m pre_commit run --all-files
+lint: $(TOOLS_LOCKED) ## Run every linter on every committed file
+	@exec .venv/bin/python -m pre_commit run --all-files
 
 .PHONY: format
-format: $(LOCKED) ## Format the Python files and mend what the linter can mend
-	@$(PY) -m ruff check --fix-only --quiet .
-	@exec $(PY) -m ruff format .
+format: $(TOOLS_LOCKED) ## Format the Python files and mend what the linter can mend
+	@.venv/bin/python -m ruff check --fix-only --quiet .
+	@exec .venv/bin/python -m ruff format .
 
 ##@ Measure
 
 .PHONY: bench
 bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small without a GPU (ARGS=... chooses)
-	@exec $(PY) benchmarks/overhead.py --out build/bench/overhead --build pristine=build/pristine/site --build patched= \
+	@exec $(PY) benchmarks/overhead.py --out build/bench/overhead --build pristine=$(MADE)/pristine/site --build patched= \
 		$(or $(ARGS),--engine pristine:off --engine patched:off --engine patched:opt-in)
 
 .PHONY: bench-latency
 bench-latency: $(INSTALLED) $(PRISTINE) ## What rows cost streams over HTTP, servers in turns (ARGS=... chooses)
-	@exec $(PY) benchmarks/latency.py --out build/bench/latency --build pristine=build/pristine/site --build patched= \
+	@exec $(PY) benchmarks/latency.py --out build/bench/latency --build pristine=$(MADE)/pristine/site --build patched= \
 		$(or $(ARGS),--server pristine:off --server pristine:on --server patched:off --server patched:opt-in --kv-gib 0.5 --together)
 
 ##@ Work on the series
 
 .PHONY: source
-source: $(LOCKED) ## Get the pinned vLLM source
+source: $(TOOLS_LOCKED) ## Get the pinned vLLM source
 	$(TOOLS) source fetch $(FROM)
 
 .PHONY: apply
-apply: source ## Apply the series: build/vllm, one commit a patch
+apply: source ## Apply the series: build/<line>/vllm, one commit a patch
 	$(TOOLS) series apply $(FROM)
 
 .PHONY: export
-export: $(LOCKED) ## Write the commits of build/vllm back to patches/
+export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<line>/
 	$(TOOLS) series export
 
 .PHONY: status
-status: $(LOCKED) ## Pin, patches, what is applied, what drifted, the newest release
+status: $(TOOLS_LOCKED) ## Pin, patches, what is applied, what drifted, the newest release
 	@exec $(TOOLS) series status $(ARGS)
 
 .PHONY: rebase
-rebase: $(LOCKED) ## Move the series to another vLLM: make rebase ONTO=<version> (ARGS=--dry-run)
+rebase: $(TOOLS_LOCKED) ## Move the series to another vLLM: make rebase ONTO=<version> (ARGS=--dry-run)
 	@[ -n "$(ONTO)" ] || { echo "error: which release? make rebase ONTO=<version>" >&2; exit 1; }
 	$(TOOLS) series rebase --onto "$(ONTO)" $(ARGS)
 
 .PHONY: submit
-submit: $(LOCKED) ## Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
+submit: $(TOOLS_LOCKED) ## Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
 	$(TOOLS) series submit $(ARGS)
 
 .PHONY: list
-list: $(LOCKED) ## List the series
+list: $(TOOLS_LOCKED) ## List the series
 	@exec $(TOOLS) series list
 
 ##@ Build and install
@@ -189,47 +203,47 @@ list: $(LOCKED) ## List the series
 venv: $(LOCKED) ## Make .venv, exactly as requirements/environment.txt locks it
 
 .PHONY: wheel
-wheel: $(BUILT) ## Build the patched CPU wheel into build/wheels
-	@ls build/wheels/vllm-*.whl
+wheel: $(BUILT) ## Build the patched CPU wheel into build/<line>/wheels
+	@ls $(MADE)/wheels/vllm-*.whl
 
 .PHONY: install
-install: $(INSTALLED) ## Install the patched CPU wheel into .venv
-	@echo "In .venv: $$(cat $(INSTALLED))"
+install: $(INSTALLED) ## Install the patched CPU wheel into the environment
+	@echo "In $(VENV): $$(cat $(INSTALLED))"
 
 .PHONY: verify
 verify: $(INSTALLED) ## Prove that the built and the installed wheel are base plus series
-	$(TOOLS) wheel verify build/wheels/vllm-*.whl $(FROM)
-	$(TOOLS) wheel verify --installed $(FROM)
+	$(TOOLS) wheel verify $(MADE)/wheels/vllm-*.whl $(FROM)
+	$(TOOLS) wheel verify --installed $(PY) $(FROM)
 
 .PHONY: wheel-cuda
-wheel-cuda: apply ## Build the patched CUDA wheels into build/wheels-cuda (CUDA=cuda: x86-64 alone)
-	@rm -rf build/wheels-cuda
-	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out build/wheels-cuda $(FROM); done
+wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda (CUDA=cuda: x86-64 alone)
+	@rm -rf $(MADE)/wheels-cuda
+	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda $(FROM); done
 
 .PHONY: verify-cuda
-verify-cuda: $(LOCKED) ## Build the CUDA wheels twice, in two directories: the same bytes, base plus series
-	@rm -rf build/verify-cuda
+verify-cuda: $(TOOLS_LOCKED) ## Build the CUDA wheels twice, in two directories: the same bytes, base plus series
+	@rm -rf $(MADE)/verify-cuda
 	for place in one two; do \
-		$(TOOLS) series apply --tree build/verify-cuda/$$place/vllm $(FROM); \
+		$(TOOLS) series apply --tree $(MADE)/verify-cuda/$$place/vllm $(FROM); \
 		for variant in $(CUDA); do \
-			$(TOOLS) wheel build --variant $$variant --tree build/verify-cuda/$$place/vllm \
-				--out build/verify-cuda/$$place/wheels $(FROM); \
+			$(TOOLS) wheel build --variant $$variant --tree $(MADE)/verify-cuda/$$place/vllm \
+				--out $(MADE)/verify-cuda/$$place/wheels $(FROM); \
 		done; \
 	done
-	diff -r build/verify-cuda/one/wheels build/verify-cuda/two/wheels
-	$(TOOLS) wheel verify build/verify-cuda/one/wheels/*.whl --tree build/verify-cuda/one/vllm $(FROM)
-	@sha256sum build/verify-cuda/one/wheels/*.whl && rm -rf build/verify-cuda
+	diff -r $(MADE)/verify-cuda/one/wheels $(MADE)/verify-cuda/two/wheels
+	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm $(FROM)
+	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
 .PHONY: release-prepare
 release-prepare: apply ## Write number and changelog of the next release, for a person to read and commit
 	$(TOOLS) release prepare $(FROM)
 
 .PHONY: release
-release: apply ## Build the prepared release into build/release: wheels, checksums, provenance
+release: apply ## Build the prepared release into build/<line>/release: wheels, checksums, provenance
 	$(TOOLS) release build $(FROM)
 
 .PHONY: image
-image: $(LOCKED) ## Build the image for GPU clusters: make image BASE_IMAGE=name@sha256:... (deploy/README.md)
+image: $(TOOLS_LOCKED) ## Build the image for GPU clusters: make image BASE_IMAGE=name@sha256:... (deploy/README.md)
 	@deploy/pinned-image.sh "$(BASE_IMAGE)"
 	docker build --tag $(IMAGE) --build-arg BASE_IMAGE="$(BASE_IMAGE)" \
 		$$($(TOOLS) wheel identity --variant cuda | sed 's/^/--build-arg /') \
@@ -239,6 +253,9 @@ image: $(LOCKED) ## Build the image for GPU clusters: make image BASE_IMAGE=name
 
 .PHONY: lock
 lock: apply ## Write requirements/*.txt anew (ARGS=--upgrade for newer versions)
+ifdef OTHER
+	$(LOCK) $(ARGS) --output-file $(LOCK_FILE) requirements/$(LINE).in
+else
 	grep '^uv==' requirements/environment.in | $(LOCK) --no-annotate --output-file requirements/bootstrap.txt -
 	$(LOCK) $(ARGS) --output-file requirements/environment.txt requirements/environment.in
 	@for name in cuda tools; do $(call prefer,requirements/$$name.txt); \
@@ -247,6 +264,7 @@ lock: apply ## Write requirements/*.txt anew (ARGS=--upgrade for newer versions)
 	@cp requirements/cuda.txt build/aarch64.txt
 	$(subst x86_64,aarch64,$(LOCK_IMAGE)) --output-file build/aarch64.txt requirements/cuda.in
 	diff <(grep '==' requirements/cuda.txt) <(grep '==' build/aarch64.txt)
+endif
 
 # Names no index: where packages come from is the machine's business, what they are is the lock's.
 LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock" $(UV) pip compile --quiet --generate-hashes --no-emit-index-url \
@@ -258,54 +276,65 @@ prefer = sed -n 's/^\([a-z0-9][^ ]*\)==\([^ ]*\).*/\1==\2/p' requirements/enviro
 	| awk -F == '!seen[$$1]++' >$(1).new || true; mv $(1).new $(1)
 
 .PHONY: clean
-clean: ## Remove everything made, less .venv and downloads
+clean: ## Remove everything made, less environments and downloads
 	@if [ -d build ]; then find build -mindepth 1 -maxdepth 1 -not -name downloads -exec rm -rf {} +; fi
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .PHONY: distclean
-distclean: clean ## Remove .venv and downloads as well
-	@rm -rf build .venv
+distclean: clean ## Remove environments and downloads as well
+	@rm -rf build .venv .venv-*
 
 # --- the steps behind the stamps -----------------------------------------------------------------
 
-$(LOCKED):
+# One recipe for each environment: $(1) its directory, $(2) its lock.
+define make_venv
 	@system="$$(uname -sm)"; [ "$$system" = "Linux x86_64" ] || \
 		{ echo "error: the locked environment is for Linux on x86_64; this is $$system" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is not that. Name one: make PYTHON=python3.11 venv" >&2; exit 1; }
-	@rm -f .venv/.locked-* .venv/.installed-*
-	@if ! grep -qsF "$(CURDIR)/.venv" .venv/pyvenv.cfg || ! $(PY) -c '' 2>/dev/null; then \
-		rm -rf .venv; \
+	@[ -f $(2) ] || { echo "error: the line $(LINE) has no locked environment: there is no $(2)" >&2; exit 1; }
+	@rm -f $(1)/.locked-* $(1)/.installed-*
+	@if ! grep -qsF "$(CURDIR)/$(1)" $(1)/pyvenv.cfg || ! $(1)/bin/python -c '' 2>/dev/null; then \
+		rm -rf $(1); \
 		free=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); [ "$$free" -ge $(NEED_GB) ] || \
 			{ echo "error: a first run wants $(NEED_GB) GB of free disk space; found $$free GB. To try all the same: make NEED_GB=$$free venv" >&2; exit 1; }; \
-		echo "Making .venv with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv .venv; \
+		echo "Making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv $(1); \
 	fi
-	@$(PY) -m pip install --quiet --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
-		--requirement requirements/bootstrap.txt
-	@echo "Installing the $$(grep -c '^[^ #]*==' requirements/environment.txt) locked packages into .venv (3 GB to download the first time, 6 GB on disk)"
-	@$(UV) pip sync $$([ -t 2 ] || echo --quiet) --python $(PY) --no-build --require-hashes requirements/environment.txt
+	@[ $(1) != .venv ] || $(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--only-binary :all: --require-hashes --requirement requirements/bootstrap.txt
+	@echo "Installing the $$(grep -c '^[^ #]*==' $(2)) locked packages into $(1) (3 GB to download the first time, 6 GB on disk)"
+	@$(UV) pip sync $$([ -t 2 ] || echo --quiet) --python $(1)/bin/python --no-build --require-hashes $(2)
 	@touch $@
+endef
 
-$(BUILT): | $(LOCKED)
+$(TOOLS_LOCKED):
+	$(call make_venv,.venv,requirements/environment.txt)
+
+ifdef OTHER
+$(LOCKED): | $(TOOLS_LOCKED)
+	$(call make_venv,$(VENV),$(LOCK_FILE))
+endif
+
+$(BUILT): | $(TOOLS_LOCKED)
 	@echo "Building the patched CPU wheel"
 	$(TOOLS) source fetch $(FROM)
 	$(TOOLS) series apply $(FROM)
-	@rm -rf build/wheels && mkdir -p build/wheels
-	$(TOOLS) wheel build --variant cpu --out build/wheels $(FROM)
+	@rm -rf $(MADE)/wheels && mkdir -p $(MADE)/wheels
+	$(TOOLS) wheel build --variant cpu --out $(MADE)/wheels $(FROM)
 	@touch $@
 
 $(INSTALLED): $(BUILT) | $(LOCKED)
-	@rm -f .venv/.installed-*
-	@echo "Installing $$(cd build/wheels && ls vllm-*.whl) into .venv"
-	@$(INSTALL) --reinstall build/wheels/vllm-*.whl
-	@(cd build/wheels && ls vllm-*.whl) >$@
+	@rm -f $(VENV)/.installed-*
+	@echo "Installing $$(cd $(MADE)/wheels && ls vllm-*.whl) into $(VENV)"
+	@$(INSTALL) --reinstall $(MADE)/wheels/vllm-*.whl
+	@(cd $(MADE)/wheels && ls vllm-*.whl) >$@
 
 $(PRISTINE): | $(LOCKED)
-	@rm -rf build/pristine/vllm
-	@echo "Building the CPU wheel of vLLM without the series, into build/pristine"
+	@rm -rf $(MADE)/pristine/vllm
+	@echo "Building the CPU wheel of vLLM without the series, into $(MADE)/pristine"
 	$(TOOLS) source fetch $(FROM)
-	$(TOOLS) series apply --pristine --tree build/pristine/vllm $(FROM)
-	@rm -rf build/pristine/wheels build/pristine/site build/pristine/.installed-*
-	$(TOOLS) wheel build --variant cpu --tree build/pristine/vllm --out build/pristine/wheels $(FROM)
-	@$(INSTALL) --target build/pristine/site build/pristine/wheels/vllm-*.whl
+	$(TOOLS) series apply --pristine --tree $(MADE)/pristine/vllm $(FROM)
+	@rm -rf $(MADE)/pristine/wheels $(MADE)/pristine/site $(MADE)/pristine/.installed-*
+	$(TOOLS) wheel build --variant cpu --tree $(MADE)/pristine/vllm --out $(MADE)/pristine/wheels $(FROM)
+	@$(INSTALL) --target $(MADE)/pristine/site $(MADE)/pristine/wheels/vllm-*.whl
 	@touch $@

@@ -8,26 +8,28 @@ from pathlib import Path
 import pytest
 
 from tools.common.errors import ToolError
-from tools.common.pin import PinnedFile, Project
+from tools.common.pin import PinnedFile, Project, lines
 from tools.series.series import Series, read_series
 from tools.source.download import fetch
 from tools.source.fetch import fetch_source
 
 PROJECT = Project(Path(__file__).resolve().parent.parent)
+# Every line of this repository.
+PROJECTS = [Project(PROJECT.root, line) for line in lines(PROJECT.root)]
 
 
-def real_series() -> Series:
-    """The series of this repository; without one there is nothing to test."""
-    series = read_series(PROJECT.series_file) if PROJECT.series_file.exists() else Series()
+def real_series(project: Project = PROJECT) -> Series:
+    """The series of a line of this repository; without patches there is nothing to test."""
+    series = read_series(project.series_file) if project.series_file.exists() else Series()
     if not series:
-        pytest.skip("patches/series is empty")
+        pytest.skip(f"{project.series_file} lists no patch")
     return series
 
 
-def need_source() -> None:
+def need_source(project: Project = PROJECT) -> None:
     """The pinned source, or a skipped test where it cannot be had."""
     try:
-        fetch_source(PROJECT)
+        fetch_source(project)
     except ToolError as error:
         _skip_without_network(error)
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from tools.common.errors import ToolError
+from tools.common.pin import DEFAULT_LINE
 from tools.source.index import Index
 
 ROOT = Path(__file__).resolve().parent.parent
+LINE = DEFAULT_LINE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -103,14 +105,14 @@ class Scratch:
         return self.type("git status --porcelain").splitlines()
 
     def series(self) -> list[str]:
-        return (self.root / "patches/series").read_text().split()
+        return (self.root / "patches" / LINE / "series").read_text().split()
 
     def tree(self) -> str:
         """The git tree of the patched vLLM."""
-        return self.type("git -C build/vllm rev-parse 'HEAD^{tree}'")
+        return self.type(f"git -C build/{LINE}/vllm rev-parse 'HEAD^{{tree}}'")
 
     def pin(self) -> dict[str, dict[str, str]]:
-        return tomllib.loads((self.root / "upstream.toml").read_text())
+        return tomllib.loads((self.root / "patches" / LINE / "upstream.toml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,7 @@ def test_editing_a_patch_changes_that_patch_alone(scratch: Scratch) -> None:
     (commands,) = CONTRIBUTING["Editing a patch"]
     scratch.type(commands)
     (line,) = scratch.changed()
-    assert line.startswith(" M patches/")
+    assert line.startswith(f" M patches/{LINE}/")
     assert "\n+# Edited by a test.\n" in (scratch.root / line[3:]).read_text()
 
 
@@ -164,7 +166,10 @@ def test_adding_a_patch_adds_one_file_and_one_line(scratch: Scratch) -> None:
     (commands,) = CONTRIBUTING["Adding a patch"]
     scratch.type(commands)
     assert scratch.series() == [*before, "say-something-by-a-test.patch"]
-    assert scratch.changed() == [" M patches/series", "?? patches/say-something-by-a-test.patch"]
+    assert scratch.changed() == [
+        f" M patches/{LINE}/series",
+        f"?? patches/{LINE}/say-something-by-a-test.patch",
+    ]
 
 
 def test_splitting_a_patch_makes_two_that_come_to_the_same(scratch: Scratch) -> None:
@@ -192,7 +197,10 @@ def test_dropping_a_patch_removes_it(scratch: Scratch) -> None:
     scratch.type(commands, todo="/Describe routed experts/d")
     gone = "routed-experts-docs.patch"
     assert scratch.series() == [name for name in before if name != gone]
-    assert scratch.changed() == [f" D patches/{gone}", " M patches/series"]
+    assert scratch.changed() == [
+        f" D patches/{LINE}/{gone}",
+        f" M patches/{LINE}/series",
+    ]
 
 
 def test_moving_to_another_release_and_back_is_where_it_began(scratch: Scratch) -> None:
@@ -218,7 +226,8 @@ def test_moving_to_another_release_and_back_is_where_it_began(scratch: Scratch) 
 def test_sending_a_patch_makes_a_branch_and_pushes_nothing(scratch: Scratch) -> None:
     scratch.type(
         "git init --quiet --bare ../origin.git && git clone --quiet ../origin.git ../vllm && "
-        "git -C build/vllm push --quiet ../../../origin.git refs/re/base:refs/heads/main && "
+        f"git -C build/{LINE}/vllm push --quiet ../../../../origin.git "
+        "refs/re/base:refs/heads/main && "
         "git -C ../vllm fetch --quiet"
     )
     (commands,) = CONTRIBUTING["Sending a patch to vLLM"]
@@ -227,7 +236,7 @@ def test_sending_a_patch_makes_a_branch_and_pushes_nothing(scratch: Scratch) -> 
     made = scratch.type("git -C ../vllm log -1 --format='%an %s' cpu-speculative-decoding")
     assert made.startswith("Ada Person [")
     assert scratch.type("git -C ../origin.git for-each-ref").count("\n") == 1
-    assert list((scratch.root / "build/submit").glob("*.md"))
+    assert list((scratch.root / "build" / LINE / "submit").glob("*.md"))
 
 
 def test_the_commands_of_the_readme_work(scratch: Scratch) -> None:

@@ -13,11 +13,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.real import PROJECT
+
+ROOT = PROJECT.root
 PROSE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 
-# Where upstream's version may stand: in patches (context), in dated records, in history.
-RECORDS = ("patches/", "benchmarks/results/", "CHANGELOG.md")
+# Where upstream's version may stand: in patches (context), in dated records, in what users read.
+RECORDS = ("patches/", "benchmarks/results/", "docs/", "CHANGELOG.md", "README.md")
 # Sizes and versions of many packages, which may be the same digits by chance.
 LOCKS = ("requirements/environment.txt", "requirements/cuda.txt")
 
@@ -181,9 +183,9 @@ def test_lock_is_what_is_installed() -> None:
 )
 def test_lock_meets_its_input_and_vllm(name: str, python: str, sources: list[str]) -> None:
     lock = pinned(f"requirements/{name}.txt")
-    upstream = [ROOT / f"build/vllm/requirements/{source}.txt" for source in sources]
+    upstream = [PROJECT.tree / f"requirements/{source}.txt" for source in sources]
     if not upstream[0].exists():
-        pytest.skip("build/vllm is not there: make apply")
+        pytest.skip(f"{PROJECT.tree} is not there: make apply")
     target = {"python_version": python, "python_full_version": f"{python}.0"}
     for source in [ROOT / f"requirements/{name}.in", *upstream]:
         for line in source.read_text(encoding="utf-8").splitlines():
@@ -226,25 +228,30 @@ def test_pin_stands_in_one_file() -> None:
             return [leaf for inner in value for leaf in leaves(inner)]
         return [value]
 
-    values = {str(leaf) for leaf in leaves(tomllib.loads(read("upstream.toml")))}
-    # A version, a commit or a digest, a size in bytes; short digits would be found everywhere.
+    pins = [tomllib.loads(path.read_text()) for path in ROOT.glob("patches/*/upstream.toml")]
+    values = {str(leaf) for leaf in leaves(pins)}
+    # A version, a commit or a digest, a size in bytes; short digits would be found everywhere. With
+    # a v before it, a version names a line.
     pin = [v for v in values if re.fullmatch(r"v?\d+\.\d+\.\d+|[0-9a-f]{40,64}|\d{6,}", v)]
     assert len(pin) >= 4
-    word = re.compile(
-        rf"(?<![\w.])v?({'|'.join(re.escape(v.lstrip('v')) for v in pin)})(?!\w|\.\d)"
-    )
+    word = re.compile(rf"(?<![\w.])({'|'.join(re.escape(v.lstrip('v')) for v in pin)})(?!\w|\.\d)")
     for name, text in texts(committed()).items():
-        if name == "upstream.toml" or name.startswith(RECORDS) or name in LOCKS:
+        if name.startswith(RECORDS) or name in LOCKS:
             continue
         found = word.search(text)
-        assert not found, f"{name} repeats {found[0]} of upstream.toml"
+        assert not found, f"{name} repeats {found[0]} of a pin"
 
 
 def test_attributes_keep_patches_byte_exact() -> None:
     if shutil.which("git") is None or run("git", "rev-parse").returncode:
         pytest.skip("not a git repository")
     answer = run(
-        "git", "check-attr", "text", "whitespace", "--", "patches/any.patch", "patches/series"
+        "git",
+        "check-attr",
+        "text",
+        "whitespace",
+        "--",
+        *(f"patches/{PROJECT.line}/{name}" for name in ("any.patch", "series")),
     )
     assert answer.stdout.count(": unset") == 4, answer.stdout
 

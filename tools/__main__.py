@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tools.common.errors import ToolError
-from tools.common.pin import Project
+from tools.common.pin import DEFAULT_LINE, Project
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +37,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--root", type=Path, default=_ROOT, help="the repository (default: the one of this file)"
     )
+    on = f"the line of patches/ (default: {DEFAULT_LINE})"
+    top.add_argument("--on", default=DEFAULT_LINE, metavar="LINE", help=on)
     rooms = top.add_subparsers(metavar="ROOM", required=True)
     examples = []
     for room, verbs in ROOMS.items():
@@ -56,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
                 epilog=f"example:\n  {example}",
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
+            # Here too, for who names the verb first; SUPPRESS keeps what was said before it.
+            verb_parser.add_argument("--on", default=argparse.SUPPRESS, metavar="LINE", help=on)
             module.declare(verb_parser)
             verb_parser.set_defaults(run=module.run)
     top.epilog = "\n".join(
@@ -68,13 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status is 0, 1 for an error that is explained, 2 for wrong usage."""
     parsed = parser().parse_args(arguments)
     wheelhouse = getattr(parsed, "wheelhouse", None)
-    project = Project(parsed.root, wheelhouse, getattr(parsed, "offline", False))
+    project = Project(parsed.root, parsed.on, wheelhouse, getattr(parsed, "offline", False))
     try:
         if wheelhouse is not None and not wheelhouse.is_dir():
             raise ToolError("there is no such wheelhouse", where=wheelhouse, expected="a directory")
         parsed.run(parsed, project)
     except ToolError as error:
         print(f"error: {error}", file=sys.stderr)
+        if parsed.on != DEFAULT_LINE:
+            print(f"  line:     {parsed.on}: add --on {parsed.on} to commands", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was left half done", file=sys.stderr)

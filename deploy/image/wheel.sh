@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the patched CUDA wheel for this machine, or take the one in build/wheels-cuda; prove either way
+# Build the patched CUDA wheel for this machine, or take the one in build/*/wheels-cuda; prove either way
 # that it is the pinned base wheel plus the series; put it and its bill of materials into a directory.
 #
 #   wheel.sh OUT
@@ -41,10 +41,11 @@ fi
 
 tools series apply
 shopt -s nullglob
-given=("$root"/build/wheels-cuda/vllm-*_"$(uname -m)".whl)
+given=("$root"/build/*/wheels-cuda/vllm-*_"$(uname -m)".whl)
 if [ ${#given[@]} -eq 0 ]; then
-    tools wheel build --variant "$variant" --out "$root/build/wheels-cuda"
-    given=("$root"/build/wheels-cuda/vllm-*_"$(uname -m)".whl)
+    made=$(mktemp -d)
+    tools wheel build --variant "$variant" --out "$made"
+    given=("$made"/vllm-*.whl)
 fi
 if [ ${#given[@]} -ne 1 ]; then
     echo "error: more than one wheel to take: ${given[*]}" >&2

@@ -17,8 +17,9 @@ import pytest
 
 from examples.demo.server import Server
 from tests.behaviour.conftest import random_prompt
+from tests.real import PROJECT
 
-PRISTINE = Path(__file__).resolve().parents[2] / "build" / "pristine" / "site"
+PRISTINE = PROJECT.build / "pristine" / "site"
 
 pytestmark = [
     pytest.mark.slow,

@@ -201,7 +201,7 @@ def test_the_wheel_is_built_proved_and_put_out_with_its_bill_of_materials(
 
 
 def test_a_wheel_that_is_there_is_taken(stage: Stage, project: Toy) -> None:
-    out = project.root / "build/wheels-cuda"
+    out = project.build / "wheels-cuda"
     project.do("wheel", "build", "--variant", "cuda", "--out", str(out))
     project.do("wheel", "build", "--variant", "cuda-aarch64", "--out", str(out))
     (project.downloads / "untouched").write_text("")
@@ -213,7 +213,7 @@ def test_a_wheel_that_is_there_is_taken(stage: Stage, project: Toy) -> None:
 
 
 def test_a_wheel_with_a_changed_file_is_refused(stage: Stage, project: Toy) -> None:
-    out = project.root / "build/wheels-cuda"
+    out = project.build / "wheels-cuda"
     project.do("wheel", "build", "--variant", "cuda", "--out", str(out))
     (path,) = out.iterdir()
     with zipfile.ZipFile(path, "a") as wheel:

@@ -29,8 +29,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     except ToolError as error:
         pytest.skip(str(error))
     root = tmp_path_factory.mktemp("releases")
-    shutil.copy(PROJECT.root / "upstream.toml", root)
-    shutil.copytree(PROJECT.series_file.parent, root / "patches")
+    shutil.copytree(PROJECT.patches, root / "patches" / PROJECT.line)
     downloads = PROJECT.root / "build" / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
     (root / "build").mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real series on the real release."""
+"""Every real series on its real release."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.real import PROJECT, need_source, real_series
+from tests.real import PROJECTS, need_source, real_series
 from tools.common.git import Git
+from tools.common.pin import Project
 from tools.series.apply import apply_series
 from tools.series.base import BASE_REF
 from tools.series.check import check_series
@@ -17,21 +18,26 @@ from tools.series.series import Series, fingerprint
 from tools.series.tree import Record, read_record
 
 
-@pytest.fixture(scope="module")
-def series() -> Series:
-    return real_series()
+@pytest.fixture(scope="module", params=PROJECTS, ids=lambda project: project.line)
+def project(request: pytest.FixtureRequest) -> Project:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def tree(series: Series, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_source()
+def series(project: Project) -> Series:
+    return real_series(project)
+
+
+@pytest.fixture(scope="module")
+def tree(project: Project, series: Series, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_source(project)
     path = tmp_path_factory.mktemp("series") / "vllm"
-    apply_series(PROJECT, series, path)
+    apply_series(project, series, path)
     return path
 
 
-def test_the_series_keeps_its_rules(series: Series) -> None:
-    assert check_series(PROJECT.series_file) == series
+def test_the_series_keeps_its_rules(project: Project, series: Series) -> None:
+    assert check_series(project.series_file) == series
 
 
 def test_one_commit_per_patch(series: Series, tree: Path) -> None:
@@ -40,15 +46,15 @@ def test_one_commit_per_patch(series: Series, tree: Path) -> None:
     assert titles == [patch.subject for patch in series]
 
 
-def test_export_after_apply_changes_no_file(series: Series, tree: Path) -> None:
-    exported = export_series(PROJECT, PROJECT.series_file, tree, check=True)
+def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:
+    exported = export_series(project, project.series_file, tree, check=True)
     assert exported.stale == ()
     assert [patch.data for patch in exported.series] == [patch.data for patch in series]
 
 
-def test_the_result_is_recorded_for_the_wheel(series: Series, tree: Path) -> None:
+def test_the_result_is_recorded_for_the_wheel(project: Project, series: Series, tree: Path) -> None:
     git = Git(tree)
-    assert read_record(git) == Record(fingerprint(series, PROJECT.pin), git.tree_id("HEAD"))
+    assert read_record(git) == Record(fingerprint(series, project.pin), git.tree_id("HEAD"))
 
 
 def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None:
@@ -66,7 +72,7 @@ def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None
 
 
 def test_another_directory_gives_the_same_commit(
-    series: Series, tree: Path, tmp_path: Path
+    project: Project, series: Series, tree: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "elsewhere" / "vllm"
-    assert apply_series(PROJECT, series, other).commit == Git(tree).commit_id("HEAD")
+    assert apply_series(project, series, other).commit == Git(tree).commit_id("HEAD")

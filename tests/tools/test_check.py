@@ -19,7 +19,9 @@ def test_a_good_series_passes(toy: Toy) -> None:
 def test_a_problem_is_told_in_four_parts(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], "Upstream-Status: Pending", "Upstream-Status: Waiting")
     expected = "Upstream-Status: Pending [why it was not sent yet] (the reason may be left out)"
-    command = "reword the commit (git -C build/vllm rebase -i refs/re/base), then: series export"
+    command = (
+        "reword the commit (in the build tree: git rebase -i refs/re/base), then: series export"
+    )
     assert toy.refuse("series", "check").splitlines() == [
         "error: the series breaks its rules: 1",
         "",
@@ -187,7 +189,7 @@ def test_no_series_file_is_told(toy: Toy) -> None:
 
 
 def test_an_export_cut_off_by_force_tells_where_the_old_series_is(toy: Toy) -> None:
-    aside = toy.root / ".patches-old-x"
+    aside = toy.patches.with_name(f".{toy.line}-old-x")
     toy.patches.rename(aside)
     assert f"mv {aside} {toy.patches}" in toy.refuse("series", "check")
 
@@ -207,7 +209,7 @@ def test_the_fingerprint_changes_with_a_byte_with_the_order_and_with_the_pin(toy
     seen.add(toy.do("series", "fingerprint"))
     toy.edit_patch(NAMES[0], "Count rows", "Count Rows")
     seen.add(toy.do("series", "fingerprint"))
-    pin = toy.root / "upstream.toml"
+    pin = toy.pin
     line = next(line for line in pin.read_text().splitlines() if line.startswith("sha256"))
     pin.write_text(pin.read_text().replace(line, f'sha256 = "{"0" * 64}"', 1))
     seen.add(toy.do("series", "fingerprint"))

@@ -67,7 +67,7 @@ def checked(toy: Toy, *checks: str) -> list[dict[str, Finding]]:
     site = toy.root / "site"
     write_files(site, {"vllm/_version.py": "__version__ = '1'\n"})
     git = Git(toy.tree)
-    checker = Checker(git, site, toy.root / "build" / "check-patches")
+    checker = Checker(git, site, toy.build / "check-patches")
     return [{check: checker.check(place, check) for check in checks} for place in places(git)[1:]]
 
 
@@ -133,7 +133,7 @@ def test_an_error_in_a_file_that_the_patch_does_not_touch_counts(series: Toy) ->
 def test_a_hook_that_mends_a_file_leaves_no_trace(series: Toy) -> None:
     series.commit("[Core] Break", {"vllm/rows.py": "ROWS = 1\n"})
     checked(series, LINTERS)
-    tree = series.root / "build" / "check-patches" / "vllm"
+    tree = series.build / "check-patches" / "vllm"
     assert (tree / "vllm" / "rows.py").read_text() == "ROWS = 1\n"
 
 
@@ -153,7 +153,7 @@ def test_the_verb_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
     series.do("series", "export")
     series.do("series", "apply")
     series.do("wheel", "build", "--variant", "cpu")
-    (wheel,) = (series.root / "build" / "wheels").glob("*.whl")
+    (wheel,) = (series.build / "wheels").glob("*.whl")
     zipfile.ZipFile(wheel).extractall(series.root / "site")
     table = series.root / "table.md"
     names = ["count.patch", "break.patch", "break-the-test.patch"]
@@ -183,7 +183,7 @@ def test_kernels_come_from_the_wheel_and_later_patches_modules_do_not(series: To
     series.commit("[Core] Add late", {"vllm/late.py": HEADER})
     write_files(series.root / "site", {"vllm/_C.abi3.so": "kernels", "vllm/late.py": HEADER})
     git = Git(series.tree)
-    checker = Checker(git, series.root / "site", series.root / "build" / "check-patches")
+    checker = Checker(git, series.root / "site", series.build / "check-patches")
     checker._go_to(places(git)[1].commit)
     there = {path.name for path in (Path(checker.tree) / "vllm").iterdir()}
     assert "_C.abi3.so" in there

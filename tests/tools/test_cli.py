@@ -13,6 +13,7 @@ from tests.tools.toy import Toy
 from tools.__main__ import main, parser
 from tools.common.errors import FailedCommand
 from tools.common.git import Git
+from tools.common.pin import Project
 
 VERBS = [
     ("source", "fetch"),
@@ -102,4 +103,4 @@ def test_a_missing_pin_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_root_is_the_repository_of_the_tools() -> None:
     root = parser().parse_args(["source", "fetch"]).root
     assert (root / "tools" / "__main__.py").is_file()
-    assert (root / "upstream.toml").is_file()
+    assert Project(root).pin_file.is_file()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tools.common.pin import DEFAULT_LINE
+
 ROOT = Path(__file__).resolve().parents[2]
-# The modules that make wheels, less what only declares arguments.
-MAKERS = ("tools.source.fetch", "tools.series.apply", "tools.wheel.build")
-IMPORTED = f"""
-import sys, {", ".join(MAKERS)}
-files = (getattr(m, "__file__", "") for n, m in sys.modules.items() if n.startswith("tools."))
+IMPORTED = """
+import sys, tools.wheel.build
+files = (m.__file__ for n, m in sys.modules.items() if n.startswith("tools.wheel."))
 print("\\n".join(files))
 """
 
@@ -36,20 +36,24 @@ def digests(root: Path) -> list[str]:
     return expand(root, "$(PRISTINE_ID) $(SERIES_ID)")
 
 
-def test_the_digest_covers_the_modules_that_make_a_wheel() -> None:
+def test_the_digest_covers_the_modules_that_write_a_wheel() -> None:
     command = [sys.executable, "-c", IMPORTED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {str(Path(line).relative_to(ROOT)) for line in done.stdout.splitlines()}
-    others = {"tools/common/cli.py", *(name for name in imported if name.endswith("__init__.py"))}
-    assert sorted(expand(ROOT, "$(BUILDERS)")) == sorted(imported - others)
+    assert set(expand(ROOT, "$(WRITERS)")) == imported | {"tools/series/series.py"}
+
+
+def test_the_makefile_and_the_tools_mean_the_same_line_where_none_is_named() -> None:
+    assert expand(ROOT, "$(LINE) $(OTHER)") == [DEFAULT_LINE]
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for name in ("Makefile", "upstream.toml", "pyproject.toml"):
+    for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("tools", "patches"):
+    for name in ("tools", "patches", "requirements"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copytree(tmp_path / "patches" / DEFAULT_LINE, tmp_path / "patches" / "other")
     return tmp_path
 
 
@@ -58,9 +62,15 @@ def copy(tmp_path: Path) -> Path:
     [
         ("pyproject.toml", r"line-length = \d+", ()),
         ("pyproject.toml", r'^version = "\d+"', ("pristine", "series")),
-        ("upstream.toml", r"^size = \d+", ("pristine", "series")),
-        ("patches/series", r"\A", ("series",)),
+        (f"patches/{DEFAULT_LINE}/upstream.toml", r"^size = \d+", ("pristine", "series")),
+        (f"patches/{DEFAULT_LINE}/series", r"\A", ("series",)),
+        ("patches/other/upstream.toml", r"^size = \d+", ()),
+        ("patches/other/series", r"\A", ()),
+        ("requirements/environment.txt", r"^cyclonedx-python-lib==", ("pristine", "series")),
+        ("requirements/environment.txt", r"^pytest==", ()),
         ("tools/wheel/plan.py", r"\A", ("pristine", "series")),
+        ("tools/wheel/verify.py", r"\A", ()),
+        ("tools/common/errors.py", r"\A", ()),
         ("tools/series/submit.py", r"\A", ()),
         ("tools/release/build.py", r"\A", ()),
     ],

@@ -43,11 +43,11 @@ def index(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def pin(toy: Toy) -> dict[str, Any]:
-    return tomllib.loads((toy.root / "upstream.toml").read_text())
+    return tomllib.loads((toy.pin).read_text())
 
 
 def work(toy: Toy) -> Path:
-    return toy.root / "build/rebase/vllm"
+    return toy.build / "rebase/vllm"
 
 
 def rebase(toy: Toy, *arguments: str) -> str:
@@ -91,16 +91,15 @@ def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path:
     assert "nothing to do" in toy.do("series", "apply")
     toy.do("series", "export", "--check")
     toy.do("series", "check")
-    assert sorted(path.name for path in (toy.root / "build").iterdir()) == ["downloads", "vllm"]
+    assert sorted(path.name for path in toy.build.iterdir()) == ["vllm"]
     other = Toy(tmp_path / "fresh")
     shutil.copytree(toy.patches, other.patches)
-    shutil.copy(toy.root / "upstream.toml", other.root)
     other.do("series", "apply")
     assert other.head() == toy.head()
 
 
 def test_comments_of_the_pin_stay(toy: Toy, index: Index) -> None:
-    path = toy.root / "upstream.toml"
+    path = toy.pin
     path.write_text("# one place\n" + path.read_text().replace("[source]", "# archive\n[source]"))
     index.publish(NEXT, MOVED)
     rebase(toy, "--onto", NEXT)
@@ -127,12 +126,12 @@ def test_the_last_build_of_a_wheel_counts_and_another_glibc_will_do(toy: Toy, in
 
 
 def test_there_and_back_again_is_where_it_began(toy: Toy, index: Index) -> None:
-    before = (toy.snapshot(), (toy.root / "upstream.toml").read_bytes(), toy.head())
+    before = (toy.snapshot(), (toy.pin).read_bytes(), toy.head())
     index.publish(NEXT, MOVED)
     rebase(toy, "--onto", f"v{NEXT}")
     assert toy.snapshot() != before[0]
     rebase(toy, "--onto", VERSION, "--commit", "c" * 40)
-    assert (toy.snapshot(), (toy.root / "upstream.toml").read_bytes(), toy.head()) == before
+    assert (toy.snapshot(), (toy.pin).read_bytes(), toy.head()) == before
 
 
 def test_the_range_diff_shows_what_became_of_each_patch(toy: Toy, index: Index) -> None:
@@ -182,7 +181,7 @@ def test_a_build_tree_with_work_of_its_own_is_kept_aside(
         git(toy.tree, "checkout", "--quiet", "vllm/envs.py")
         git(toy.tree, *act)
     index.publish(NEXT, MOVED)
-    kept = toy.root / f"build/vllm-{VERSION}"
+    kept = toy.build / f"vllm-{VERSION}"
     assert f"kept in {kept}" in rebase(toy, "--onto", NEXT)
     assert git(kept, "for-each-ref", "refs/heads/mine", "refs/stash")
 
@@ -200,7 +199,7 @@ def test_a_conflict_names_patch_files_and_the_next_commands(toy: Toy, index: Ind
     for flag in ("--continue", "--skip", "--abort"):
         assert f"python -m tools series rebase {flag}" in error
     after = everything(toy)
-    assert after.pop("build") == ["downloads", "rebase", "vllm"]
+    assert after.pop("build") == ["rebase", "vllm"]
     before.pop("build")
     assert after == before
 
@@ -637,8 +636,8 @@ def test_a_series_edited_meanwhile_is_not_overwritten(toy: Toy, index: Index) ->
 # --- all or nothing -----------------------------------------------------------------------------
 
 
-# Two for each of the patches, the pin and the build tree.
-RENAMES = 6
+# Two for the patches with their pin, two for the build tree.
+RENAMES = 4
 
 
 class Trouble(OSError):
@@ -712,7 +711,7 @@ def test_trouble_leaves_everything_and_can_go_on(
         patched.setattr(f"tools.series.{module}.{name}", broken)
         with pytest.raises(Trouble):
             toy.run("series", "rebase", *words)
-    begun = (toy.root / "build/rebase").exists()
+    begun = (toy.build / "rebase").exists()
     assert begun == (name not in ("unpack_source", "commit_base"))
     assert {**everything(toy), "build": 0} == {**before, "build": 0}
     assert submodule(toy) == linked
@@ -740,7 +739,7 @@ def test_an_installation_cut_off_at_any_rename_is_undone_or_finished(
     real, cutting = Path.rename, True
 
     def cut(self: Path, target: Path) -> Path:
-        state = toy.root / "build/rebase/state.json"
+        state = toy.build / "rebase/state.json"
         if state.exists() and json.loads(state.read_text())["phase"] == "installing":
             renames.append(self)
             if cutting and len(renames) == number:
@@ -768,5 +767,6 @@ def test_an_installation_cut_off_at_any_rename_is_undone_or_finished(
         assert (toy.patches / "series").read_text().split() == NAMES
         assert "nothing to do" in toy.do("series", "apply")
         toy.do("series", "export", "--check")
-        assert sorted(path.name for path in (toy.root / "build").iterdir()) == ["downloads", "vllm"]
+        assert sorted(path.name for path in toy.build.iterdir()) == ["vllm"]
         assert sorted(path.name for path in toy.root.iterdir()) == before["root"]
+        assert sorted(path.name for path in toy.patches.parent.iterdir()) == before["lines"]

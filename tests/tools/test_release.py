@@ -30,6 +30,7 @@ from tests.tools.toy import (
     write_files,
     write_pin,
 )
+from tools.common.pin import DEFAULT_LINE
 
 CHANGELOG = """\
 # Changelog
@@ -101,7 +102,7 @@ def repo(_repo: Toy, tmp_path: Path) -> Toy:
 def prepared(made: Toy, tmp_path: Path) -> Toy:
     """Release 3 is prepared and committed."""
     toy = made.copy(tmp_path / "project")
-    shutil.rmtree(toy.root / "build/release")
+    shutil.rmtree(toy.build / "release")
     return toy
 
 
@@ -135,7 +136,9 @@ def test_the_first_release_lists_every_patch(repo: Toy) -> None:
     assert out.splitlines()[0] == "prepared: re.3, the first release"
     expected = CHANGELOG.replace("## re.3, unreleased", "## re.3, 2030-02-01").replace(
         "- Rows.\n",
-        f"- Rows.\n\n### Patches\n\nOn vLLM {VERSION}.\n\n" + "\n".join(ADDED) + "\n",
+        f"- Rows.\n\n### Patches of {DEFAULT_LINE}\n\nOn vLLM {VERSION}.\n\n"
+        + "\n".join(ADDED)
+        + "\n",
     )
     assert changelog(repo) == expected
     assert 'version = "3"' in (repo.root / "pyproject.toml").read_text()
@@ -170,7 +173,7 @@ def test_the_next_release_has_the_next_number_and_the_changed_patches_alone(rele
     assert 'version = "4"' in (released.root / "pyproject.toml").read_text()
     new = changelog(released).split("## re.3")[0].split("## re.4")[1]
     assert new == (
-        f", 2030-02-01\n\n### Patches\n\nOn vLLM {VERSION}.\n\n"
+        f", 2030-02-01\n\n### Patches of {DEFAULT_LINE}\n\nOn vLLM {VERSION}.\n\n"
         f"- changed `{NAMES[1]}`: {FOLDED}\n"
         "- added `one-more.patch`: [Core] One more\n\n"
     )
@@ -183,7 +186,8 @@ def test_what_was_written_by_hand_since_stays(released: Toy) -> None:
     (released.root / "CHANGELOG.md").write_text(text.replace("## re.3", f"{hand}## re.3", 1))
     commit(released)
     released.do("release", "prepare")
-    assert "## re.4, 2030-02-01\n\n### Fixed\n\n- By hand.\n\n### Patches\n" in changelog(released)
+    expected = f"## re.4, 2030-02-01\n\n### Fixed\n\n- By hand.\n\n### Patches of {DEFAULT_LINE}\n"
+    assert expected in changelog(released)
 
 
 def test_a_removed_patch_is_listed(released: Toy) -> None:
@@ -221,15 +225,15 @@ def move_pin(toy: Toy, version: str) -> None:
     files = {**TREE, "README.md": "# toy, later\n"}
     archive = toy.downloads / f"vllm-{version}.tar.gz"
     make_archive(archive, {**files, **ARCHIVE_ONLY})
-    scratch = toy.root / "build/scratch"
+    scratch = toy.build / "scratch"
     scratch.mkdir()
     git(scratch, "init", "--quiet")
     write_files(scratch, files)
     git(scratch, "add", "--force", "--all")
     tree = git(scratch, "write-tree")
     shutil.rmtree(scratch)
-    write_pin(toy.root, toy.downloads, tree)
-    path = toy.root / "upstream.toml"
+    write_pin(toy.pin, toy.downloads, tree)
+    path = toy.pin
     text = path.read_text().replace(f'version = "{VERSION}"', f'version = "{version}"')
     old = toy.archive.read_bytes()
     text = text.replace(toy.archive.name, archive.name)
@@ -245,7 +249,8 @@ def test_a_moved_pin_is_said_and_each_series_is_compared_on_its_own_base(release
     move_pin(released, "9.9.0")
     commit(released)
     assert len(released.do("release", "prepare", "--offline").splitlines()) == 2
-    assert "\n### Patches\n\nOn vLLM 9.9.0, before on 9.8.7.\n\n## re.3" in changelog(released)
+    expected = f"\n### Patches of {DEFAULT_LINE}\n\nOn vLLM 9.9.0, before on 9.8.7.\n\n## re.3"
+    assert expected in changelog(released)
 
 
 def test_a_patch_changed_with_the_pin_is_listed(released: Toy) -> None:
@@ -294,7 +299,7 @@ def test_commits_that_were_not_exported_are_refused(prepared: Toy, verb: str) ->
         (prepared.root / "CHANGELOG.md").write_text(text)
         commit(prepared)
     error = refused(prepared, verb)
-    assert "the build tree has what patches/ has not" in error
+    assert "the build tree has what the series has not" in error
     assert NAMES[2] in error
 
 
@@ -359,7 +364,7 @@ def test_a_failure_between_the_two_files_leaves_both(
 
 
 def release_of(toy: Toy) -> Path:
-    return toy.root / "build/release/re.3"
+    return toy.build / "release/re.3"
 
 
 def built(toy: Toy) -> Path:
@@ -385,7 +390,9 @@ def test_the_checksums_are_true_and_complete(made: Toy) -> None:
 
 def test_the_changes_are_the_changelogs_section(made: Toy) -> None:
     text = (release_of(made) / "CHANGES.md").read_text()
-    assert text.startswith("## re.3, 2030-02-01\n\n### Added\n\n- Rows.\n\n### Patches\n")
+    assert text.startswith(
+        f"## re.3, 2030-02-01\n\n### Added\n\n- Rows.\n\n### Patches of {DEFAULT_LINE}\n"
+    )
     assert text.endswith(ADDED[-1] + "\n")
 
 
@@ -515,4 +522,4 @@ def test_a_failure_in_the_middle_leaves_nothing(
     monkeypatch.setattr(f"tools.release.build.{step}", crash)
     with pytest.raises(OSError, match="the disk is gone"):
         prepared.run("release", "build")
-    assert list((prepared.root / "build/release").iterdir()) == []
+    assert list((prepared.build / "release").iterdir()) == []

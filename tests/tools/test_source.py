@@ -36,7 +36,7 @@ def make_submodule(toy: Toy) -> str:
     identity = ["-c", "user.name=up", "-c", "user.email=up@stream"]
     git(path, *identity, "commit", "--quiet", "--message=release")
     commit = git(path, "rev-parse", "HEAD")
-    write_pin(toy.root, toy.downloads, git(path, "rev-parse", "HEAD^{tree}"), commit)
+    write_pin(toy.pin, toy.downloads, git(path, "rev-parse", "HEAD^{tree}"), commit)
     return commit
 
 
@@ -126,7 +126,7 @@ def test_an_archive_member_that_leaves_the_tree_is_refused(
         member.size = 3
     empty.repin(member)
     assert "leaves the tree" in empty.refuse("series", "apply", "--pristine")
-    assert [path.name for path in (empty.root / "build").iterdir()] == ["downloads"]
+    assert list(empty.build.iterdir()) == []
     assert not list(empty.root.rglob("escaped"))
     assert not Path("/tmp/escaped-from-an-archive").exists()
 
@@ -171,7 +171,7 @@ def test_the_submodule_stays_as_it_is(empty: Toy) -> None:
 
 def test_a_submodule_at_another_commit_is_refused(empty: Toy) -> None:
     commit = make_submodule(empty)
-    write_pin(empty.root, empty.downloads, "d" * 40, "e" * 40)
+    write_pin(empty.pin, empty.downloads, "d" * 40, "e" * 40)
     error = empty.refuse("source", "fetch")
     assert "not at the pinned commit" in error
     assert f"expected: {'e' * 40}\n  found:    {commit}" in error
@@ -198,7 +198,7 @@ def test_an_empty_submodule_directory_means_the_archive(empty: Toy) -> None:
 
 @pytest.mark.parametrize("key", ["sha256", "commit", "size", "tag", "archive_only"])
 def test_a_pin_without_a_key_names_it(empty: Toy, key: str) -> None:
-    path = empty.root / "upstream.toml"
+    path = empty.pin
     lines = path.read_text().splitlines()
     lines.remove(next(line for line in lines if line.startswith(f"{key} = ")))
     path.write_text("\n".join(lines))

@@ -76,7 +76,7 @@ def test_no_build_tree_is_said(toy: Toy) -> None:
 
 
 def test_a_build_tree_of_another_pin_is_said(toy: Toy) -> None:
-    path = toy.root / "upstream.toml"
+    path = toy.pin
     path.write_text(re.sub(r'sha256 = "\w+"', f'sha256 = "{"0" * 64}"', path.read_text(), count=1))
     assert "belongs to another pin" in status(toy)["applied"]
 
@@ -108,7 +108,7 @@ def test_an_amended_commit_differs_from_its_patch(toy: Toy) -> None:
 def test_a_patch_changed_since_the_apply_is_drift(toy: Toy) -> None:
     toy.edit_patch(NAMES[1], "Rows are wanted", "Rows are much wanted")
     said = status(toy)
-    assert said["drift"] == "patches/ changed since the apply"
+    assert said["drift"] == "the patches changed since the apply"
     assert said[NAMES[1]].endswith("differs")
     assert said["applied"].startswith("2 of 3")
 
@@ -129,7 +129,4 @@ def test_a_rebase_that_waits_is_said(toy: Toy, index: Index) -> None:
     envs = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'nine'\n")
     index.publish("9.8.8", {**TREE, "vllm/envs.py": envs})
     toy.refuse("series", "rebase", "--onto", "9.8.8")
-    assert (
-        f"onto vLLM 9.8.8 in {toy.root}/build/rebase, waits at {NAMES[0]}"
-        in (status(toy)["rebase"])
-    )
+    assert f"onto vLLM 9.8.8 in {toy.build}/rebase, waits at {NAMES[0]}" in (status(toy)["rebase"])

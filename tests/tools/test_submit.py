@@ -79,7 +79,7 @@ def subjects(clone: Path, branch: str) -> list[str]:
 
 
 def text(toy: Toy, branch: str) -> str:
-    return (toy.root / f"build/submit/{branch}.md").read_text()
+    return (toy.build / f"submit/{branch}.md").read_text()
 
 
 def add(toy: Toy, subject: str, files: dict[str, str], body: str = HEADERS) -> None:
@@ -289,7 +289,7 @@ def test_nothing_is_pushed_and_the_clone_stays_where_it_is(
         git(clone, "status", "--porcelain", "--branch"),
     )
     assert after == before
-    assert not list((toy.root / "build").glob(".submit-*"))
+    assert not list(toy.build.glob(".submit-*"))
 
 
 @pytest.mark.usefixtures("person")
@@ -315,7 +315,7 @@ def test_a_branch_that_exists_is_replaced_only_when_told(toy: Toy, clone: Path) 
     error = stop(toy, clone)
     assert "a branch of this name exists" in error
     assert branches(clone) == sorted(["main", stem(THIRD)])
-    assert not (toy.root / "build/submit").exists()
+    assert not (toy.build / "submit").exists()
     submit(toy, clone, "--replace")
     assert subjects(clone, stem(THIRD)) == ["[Misc] Drop the old module"]
 
@@ -334,7 +334,7 @@ def test_a_text_that_cannot_be_written_leaves_no_branch(
     with pytest.raises(OSError, match="no space"):
         submit(toy, clone)
     assert branches(clone) == ["main"]
-    assert not list((toy.root / "build/submit").iterdir())
+    assert not list((toy.build / "submit").iterdir())
 
 
 @pytest.mark.parametrize("where", ["_publish", "render_request"])
@@ -353,7 +353,7 @@ def test_trouble_leaves_no_branch_and_no_text(
     monkeypatch.setattr(tools.series.submit, where, broken)
     with pytest.raises(OSError, match="no space"):
         submit(toy, clone)
-    build = toy.root / "build/submit"
+    build = toy.build / "submit"
     assert not list(build.iterdir() if build.exists() else [])
     if build.exists():
         build.rmdir()

@@ -245,7 +245,7 @@ def test_a_failure_is_not_hidden_by_a_second_entry(tmp_path: Path) -> None:
 def wheels(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
     """Both wheels of the toy, installed; no repository of the hub is needed."""
     monkeypatch.setattr(hubcache, "STAND_INS", {})
-    toy.do("series", "apply", "--pristine", "--tree", str(toy.root / "build/pristine/vllm"))
+    toy.do("series", "apply", "--pristine", "--tree", str(toy.build / "pristine/vllm"))
     return toy
 
 
@@ -253,7 +253,7 @@ def build_and_test(toy: Toy, *arguments: str) -> tuple[int, str, str]:
     """What a person does: export, build and install both wheels, test; status, table, error."""
     toy.do("series", "export")
     toy.do("series", "apply")
-    build = toy.root / "build"
+    build = toy.build
     for out, tree in (("pristine/site", "pristine/vllm"), ("site", "vllm")):
         wheels = build / f"{out}-wheels"
         place = ("--tree", str(build / tree), "--out", str(wheels))
@@ -279,6 +279,14 @@ def test_wheels_that_agree_pass(wheels: Toy) -> None:
     assert status == 0
     assert "| `test_rows.py` | 1 / 0 / 0 / 0 | 1 / 0 / 0 / 0 | 1 | none |" in table
     assert "| `test_envs.py` | not there | 1 / 0 / 0 / 0 | 0 | 1 added by the series |" in table
+
+
+def test_the_files_that_the_line_lists_are_run(wheels: Toy) -> None:
+    wheels.commit("[Test] Leave the old test alone", {"vllm/more.py": "MORE = 1\n"})
+    (wheels.patches / "upstream-tests").write_text("# why\ntests/test_old.py\n")
+    status, table, _ = build_and_test(wheels)
+    assert status == 0
+    assert "| `test_old.py` | 1 / 0 / 0 / 0 | 1 / 0 / 0 / 0 | 1 | none |" in table
 
 
 def test_a_test_that_the_series_breaks_is_named(wheels: Toy) -> None:

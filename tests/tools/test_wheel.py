@@ -22,7 +22,7 @@ DIST_INFO = f"vllm-{CPU}.dist-info"
 
 def build(toy: Toy, *flags: str, variant: str = "cpu") -> Path:
     toy.do("wheel", "build", "--variant", variant, *flags)
-    (path,) = (toy.root / "build/wheels").iterdir()
+    (path,) = (toy.build / "wheels").iterdir()
     return path
 
 
@@ -47,7 +47,7 @@ def compressed(path: Path, name: str) -> tuple[int, bytes]:
 
 def test_the_verb_prints_path_size_and_digest(toy: Toy) -> None:
     out = toy.do("wheel", "build", "--variant", "cpu")
-    (path,) = (toy.root / "build/wheels").iterdir()
+    (path,) = (toy.build / "wheels").iterdir()
     data = path.read_bytes()
     assert out.splitlines() == [
         f"base: {base_of(toy).name} (a test)",
@@ -78,8 +78,8 @@ def test_the_cuda_wheel_has_no_variant_in_its_version(toy: Toy) -> None:
 def test_two_machines_cuda_wheels_differ_in_tag_and_binaries_alone(toy: Toy) -> None:
     toy.do("wheel", "build", "--variant", "cuda")
     toy.do("wheel", "build", "--variant", "cuda-aarch64")
-    here = toy.root / "build/wheels" / f"vllm-{VERSION}+re.3-{TAG}.whl"
-    there = toy.root / "build/wheels" / f"vllm-{VERSION}+re.3-{ARM_TAG}.whl"
+    here = toy.build / "wheels" / f"vllm-{VERSION}+re.3-{TAG}.whl"
+    there = toy.build / "wheels" / f"vllm-{VERSION}+re.3-{ARM_TAG}.whl"
     one, other = contents(here), contents(there)
     dist_info = f"vllm-{VERSION}+re.3.dist-info"
     assert {name for name in one if one[name] != other[name]} == {
@@ -210,7 +210,7 @@ def test_the_bill_of_materials_names_every_ingredient_by_digest(toy: Toy) -> Non
     bom = json.loads(text)
     assert bom["bomFormat"] == "CycloneDX"
     found = {part["name"]: part["hashes"][0]["content"] for part in bom["components"]}
-    files = {f"patches/{name}": toy.patches / name for name in NAMES}
+    files = {f"patches/{toy.line}/{name}": toy.patches / name for name in NAMES}
     files |= {toy.archive.name: toy.archive, base_of(toy).name: base_of(toy)}
     assert found == {
         name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
@@ -227,7 +227,7 @@ def test_a_series_that_changes_compiled_sources_is_refused(toy: Toy, name: str) 
     error = toy.refuse("wheel", "build", "--variant", "cpu")
     assert "compiled sources" in error.splitlines()[0]
     assert name in error
-    assert not (toy.root / "build/wheels").exists()
+    assert not (toy.build / "wheels").exists()
 
 
 def test_a_dirty_tree_is_refused(toy: Toy) -> None:

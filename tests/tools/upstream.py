@@ -113,10 +113,11 @@ def everything(toy: Toy) -> dict[str, object]:
         check=True,
     ).stdout
     return {
-        "pin": (toy.root / "upstream.toml").read_bytes(),
+        "pin": toy.pin.read_bytes(),
         "series": toy.snapshot(),
+        "lines": sorted(path.name for path in toy.patches.parent.iterdir()),
         "root": sorted(path.name for path in toy.root.iterdir()),
-        "build": sorted(path.name for path in (toy.root / "build").iterdir()),
+        "build": sorted(path.name for path in toy.build.iterdir()) if toy.build.exists() else [],
         "head": toy.head(),
         "files": toy.snapshot(toy.tree / "vllm"),
         "status": status,

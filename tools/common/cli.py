@@ -15,11 +15,11 @@ Tell = Callable[[str], None]
 
 
 def add_tree(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tree", type=Path, help="the build tree (default: build/vllm)")
+    parser.add_argument("--tree", type=Path, help="the build tree (default: build/<line>/vllm)")
 
 
 def add_series(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--series", type=Path, help="the series (default: patches/series)")
+    parser.add_argument("--series", type=Path, help="the series (default: patches/<line>/series)")
 
 
 def add_downloads(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``upstream.toml`` as types, and where things stand below the repository root."""
+"""``upstream.toml`` as types, and where things stand below the repository root.
+
+A line is one series on one release: a directory of ``patches/`` with the pin (``upstream.toml``),
+the patches, and their order (``series``).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from typing import Any
 
 from tools.common.errors import ToolError
 
+# The line that is meant where none is named. The Makefile has it too.
+DEFAULT_LINE = "v0.20.2"
 # The commit of a release of which only the archive is known, which does not state it.
 UNKNOWN = "unknown"
 
@@ -29,25 +35,32 @@ class PinnedFile:
 
 @dataclass(frozen=True)
 class BaseWheel:
-    """A published wheel that a patched wheel is laid over."""
+    """A published wheel that a patched wheel is laid over.
+
+    ``tests_only``: the wheel is of another version than the release. Its kernels are taken, all
+    Python comes from the source. What is built from it is for tests and is never released.
+    """
 
     variant: str
     file: PinnedFile
     tag: str
     local_suffix: str
     trusted_by: str
+    tests_only: bool = False
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The release that the series stands on."""
+    """The release that a series stands on."""
 
+    line: str
     version: str
     git_tag: str
-    commit: str
+    commit: str  # the id, or its first digits, or UNKNOWN
     tree: str
     source: PinnedFile
     archive_only: tuple[str, ...]
+    submodule: str | None  # the checkout of the same files, for a line that has one
     wheels: dict[str, BaseWheel]
 
 
@@ -57,41 +70,49 @@ def load_pin(path: Path) -> Pin:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ToolError(
-            "the pin is missing", where=path, next_step="restore it: git checkout upstream.toml"
+            "the pin is missing",
+            where=path,
+            expected=f"one of the lines {', '.join(lines(path.parents[2])) or '(there is none)'}",
+            next_step=left_aside(path.parent) or "name a line: --on; or git checkout patches",
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ToolError("the pin is not valid TOML", where=path, found=error) from error
 
-    def value(dotted: str, pattern: str = r".+") -> Any:
+    def value(dotted: str, pattern: str = r".+", default: Any = None) -> Any:
         at: Any = data
         for key in dotted.split("."):
             at = at.get(key) if isinstance(at, dict) else None
+        at = default if at is None else at
         if at is None or (isinstance(at, str) and not re.fullmatch(pattern, at)):
             raise ToolError(
                 f"the pin has no usable {dotted}", where=path, expected=pattern, found=at
             )
         return at
 
-    version = value("release.version")
+    release = value("release.version")
 
     def pinned(table: str) -> PinnedFile:
         name = value(f"{table}.filename", r"[\w.+-]+")
+        version = value(f"{table}.version", default=release)
         size, digest = int(value(f"{table}.size")), value(f"{table}.sha256", r"[0-9a-f]{64}")
         return PinnedFile(value(f"{table}.distribution"), version, name, size, digest)
 
     def base_wheel(variant: str) -> BaseWheel:
         table = f"wheel.{variant}"
-        tag = value(f"{table}.tag", r"\w+-\w+-[\w.]+")
+        file, tag = pinned(table), value(f"{table}.tag", r"\w+-\w+-[\w.]+")
         suffix = value(f"{table}.local_suffix", r"\w*")
-        return BaseWheel(variant, pinned(table), tag, suffix, value(f"{table}.trusted_by"))
+        trusted_by = value(f"{table}.trusted_by")
+        return BaseWheel(variant, file, tag, suffix, trusted_by, file.version != release)
 
     return Pin(
-        version=version,
+        line=path.parent.name,
+        version=release,
         git_tag=value("release.tag"),
-        commit=value("release.commit", rf"[0-9a-f]{{40}}|{UNKNOWN}"),
+        commit=value("release.commit", rf"[0-9a-f]{{7,40}}|{UNKNOWN}"),
         tree=value("release.tree", r"[0-9a-f]{40}"),
         source=pinned("source"),
         archive_only=tuple(value("source.archive_only")),
+        submodule=value("source.submodule", r"[\w.-]*", default="") or None,
         wheels={
             variant: base_wheel(variant)
             for variant, table in data.get("wheel", {}).items()
@@ -100,40 +121,68 @@ def load_pin(path: Path) -> Pin:
     )
 
 
+def left_aside(directory: Path) -> str | None:
+    """The command that brings a line back whose export was cut off while it was renamed."""
+    aside = sorted(map(str, directory.parent.glob(f".{directory.name}-old-*")))
+    if not aside or directory.exists():
+        return None
+    return f"an export was cut off; get the old series back: mv {aside[0]} {directory}"
+
+
+def lines(root: Path) -> list[str]:
+    """The lines of the repository."""
+    found = sorted(path.parent.name for path in root.glob("patches/*/upstream.toml"))
+    return [name for name in found if not name.startswith(".")]
+
+
 @dataclass(frozen=True)
 class Project:
-    """The repository: where its parts are, and where pinned files come from.
+    """The repository and one of its lines: where its parts are, and where pinned files come from.
 
     ``wheelhouse`` is searched first and never written to. ``offline`` forbids the network.
     """
 
     root: Path
+    line: str = DEFAULT_LINE
     wheelhouse: Path | None = None
     offline: bool = False
 
     @cached_property
     def pin(self) -> Pin:
-        return load_pin(self.root / "upstream.toml")
+        return load_pin(self.pin_file)
 
     @property
-    def submodule(self) -> Path:
-        return self.root / "vllm"
+    def patches(self) -> Path:
+        return self.root / "patches" / self.line
+
+    @property
+    def pin_file(self) -> Path:
+        return self.patches / "upstream.toml"
 
     @property
     def series_file(self) -> Path:
-        return self.root / "patches" / "series"
+        return self.patches / "series"
+
+    @property
+    def submodule(self) -> Path | None:
+        return self.root / self.pin.submodule if self.pin.submodule else None
+
+    @property
+    def build(self) -> Path:
+        """Everything made of this line."""
+        return self.root / "build" / self.line
 
     @property
     def tree(self) -> Path:
-        return self.root / "build" / "vllm"
+        return self.build / "vllm"
+
+    @property
+    def wheels(self) -> Path:
+        return self.build / "wheels"
 
     @property
     def downloads(self) -> Path:
         return self.root / "build" / "downloads"
-
-    @property
-    def wheels(self) -> Path:
-        return self.root / "build" / "wheels"
 
     @cached_property
     def release(self) -> int:

@@ -28,17 +28,19 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="where it goes (default: build/release/re.<n>)")
+    parser.add_argument(
+        "--out", type=Path, help="where it goes (default: build/<line>/release/re.<n>)"
+    )
     add_tree(parser)
     add_downloads(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Build the prepared release of this commit: wheels, proved; bills of materials; provenance
-    (in-toto, SLSA); checksums. All or nothing; the same commit gives the same bytes. Refuses
-    uncommitted changes, a stale patches/, a release that is not prepared, and a version that is
-    released already."""
-    out = arguments.out or project.root / "build" / "release" / f"re.{project.release}"
+    (in-toto, SLSA); checksums. No wheel that is for tests only. All or nothing; the same commit
+    gives the same bytes. Refuses uncommitted changes, a stale series, a release that is not
+    prepared, and a version that is released already."""
+    out = arguments.out or project.build / "release" / f"re.{project.release}"
     done = build(project, tree_of(arguments, project), out)
     state = "built" if done.changed else "built again, the same bytes"
     print(f"{state}: re.{done.number} in {done.path}")
@@ -61,9 +63,9 @@ class Released:
 def build(project: Project, tree: Path, out: Path) -> Released:
     """Build the prepared release of HEAD into ``out``, completely or not at all.
 
-    One wheel for each base wheel of the pin, proved; for each its bill of materials and its
-    provenance; the section of the changelog; the checksums of all. A release that is there
-    already is built again and compared.
+    One wheel for each base wheel of the pin, proved, less those that are for tests only; for each
+    its bill of materials and its provenance; the section of the changelog; the checksums of all. A
+    release that is there already is built again and compared.
     """
     git = open_repository(project)
     number, tags = project.release, read_tags(git)
@@ -99,8 +101,16 @@ def build(project: Project, tree: Path, out: Path) -> Released:
     series = tree_series(open_tree(tree, project.pin), project, project.series_file)
     if not series:
         raise ToolError("there is nothing to release", found="no patches")
+    wheels = {v: base for v, base in project.pin.wheels.items() if not base.tests_only}
+    if not wheels:
+        raise ToolError(
+            "this line has no wheel that may be released",
+            where=project.pin_file,
+            expected=f"a base wheel of vLLM {project.pin.version}",
+            found=f"for tests only: {', '.join(project.pin.wheels) or 'none'}",
+        )
     with staging(out) as stage:
-        for variant, base in project.pin.wheels.items():
+        for variant, base in wheels.items():
             built = build_wheel(project, variant, tree, project.series_file, stage)
             verify_wheel(project, built.path, tree, project.series_file)
             version = wheel_version(project.pin, base, number)

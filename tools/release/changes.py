@@ -35,17 +35,22 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Everything that became of the series since a release, and the release it stood on then."""
+    """Everything that became of a line since a release, and the vLLM it stood on then."""
 
+    line: str
     patches: tuple[Change, ...]
     old_version: str | None
+
+    @property
+    def heading(self) -> str:
+        return f"### Patches of {self.line}"
 
     def render(self, version: str) -> str:
         """As lines of the changelog."""
         moved = self.old_version not in (None, version)
         base = f"On vLLM {version}" + (f", before on {self.old_version}" if moved else "") + "."
         lines = [f"- {change}" for change in self.patches]
-        return "\n".join(["### Patches", "", base, *([""] if lines else []), *lines]) + "\n"
+        return "\n".join([self.heading, "", base, *([""] if lines else []), *lines]) + "\n"
 
 
 def compare_ranges(output: str, old: Series, new: Series) -> tuple[Change, ...]:
@@ -78,9 +83,11 @@ def changes_since(project: Project, git: Git, series: Series, tag: str | None) -
 
     ``git`` is the build tree, with the series applied.
     """
-    if tag is None:
-        return Changes(tuple(Change("added", p.name, p.subject) for p in series), None)
-    archive = Git(project.root).run("archive", "--format=tar", tag, "patches", "upstream.toml")
+    repository, patches = Git(project.root), f"patches/{project.line}"
+    if tag is None or not repository.files(tag, patches):
+        added = tuple(Change("added", patch.name, patch.subject) for patch in series)
+        return Changes(project.line, added, None)
+    archive = repository.run("archive", "--format=tar", tag, patches)
     with tempfile.TemporaryDirectory(prefix="re-release-") as name:
         place = Path(name)
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
@@ -88,7 +95,7 @@ def changes_since(project: Project, git: Git, series: Series, tag: str | None) -
         (place / "build").mkdir()
         project.downloads.mkdir(parents=True, exist_ok=True)
         (place / "build/downloads").symlink_to(project.downloads.resolve())
-        then = Project(place, project.wheelhouse, project.offline)
+        then = Project(place, project.line, project.wheelhouse, project.offline)
         old = read_series(then.series_file)
         if then.pin.tree == project.pin.tree:
             base = BASE_REF
@@ -102,7 +109,7 @@ def changes_since(project: Project, git: Git, series: Series, tag: str | None) -
             head = git.text("rev-parse", "FETCH_HEAD")
         ranges = (f"{base}..{head}", f"{BASE_REF}..HEAD")
         output = git.text("range-diff", "--no-color", "--no-patch", "--creation-factor=60", *ranges)
-    return Changes(compare_ranges(output, old, series), then.pin.version)
+    return Changes(project.line, compare_ranges(output, old, series), then.pin.version)
 
 
 def section(text: str, number: int) -> tuple[str, str] | None:
@@ -118,7 +125,8 @@ def section(text: str, number: int) -> tuple[str, str] | None:
 def date_section(text: str, number: int, date: str, patches: str) -> str:
     """The changelog with the section of ``number`` dated and its patches listed.
 
-    A section that is not there is put before the first one.
+    A section that is not there is put before the first one. One that is dated already may get the
+    patches of another line.
 
     >>> print(date_section("## re.1, unreleased\\n\\nText.\\n", 1, "2030-01-02", "More\\n"), end="")
     ## re.1, 2030-01-02
@@ -128,7 +136,7 @@ def date_section(text: str, number: int, date: str, patches: str) -> str:
     More
     """
     found = section(text, number)
-    if found is not None and found[0] != "unreleased":
+    if found and found[0] != "unreleased" and patches.splitlines()[0] in found[1].splitlines():
         raise ToolError(
             "this release is prepared already",
             where=f"CHANGELOG.md, re.{number}",

@@ -37,7 +37,7 @@ def _date(text: str) -> str:
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Write number and changelog of the next release, both or neither. The changelog gets the
     patches that changed since the last tag re.<n>, by git range-diff; read it, edit it, commit
-    it. Refuses uncommitted changes, a stale patches/ and a release without changes."""
+    it. Refuses uncommitted changes, a stale series and a release without changes."""
     done = prepare(project, tree_of(arguments, project), arguments.date)
     before = f"since re.{done.last}" if done.last is not None else "the first release"
     print(f"prepared: re.{done.number}, {before}")

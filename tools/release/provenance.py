@@ -53,7 +53,7 @@ def make_provenance(
         _package(base.file, role="base wheel", trusted_by=base.trusted_by),
         *(
             {
-                "name": f"patches/{patch.name}",
+                "name": f"patches/{pin.line}/{patch.name}",
                 "digest": {"sha256": hashlib.sha256(patch.data).hexdigest()},
                 "annotations": {"role": "patch", "position": str(number)},
             }
@@ -68,7 +68,8 @@ def make_provenance(
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
                 "externalParameters": {
-                    "command": f"python -m tools wheel build --variant {base.variant}",
+                    "command": "python -m tools wheel build "
+                    f"--on {pin.line} --variant {base.variant}",
                     "variant": base.variant,
                     "release": str(release),
                     "seriesFingerprint": fingerprint(series, pin),

@@ -38,7 +38,7 @@ def refuse_stale(project: Project, tree: Path) -> None:
     stale = export_series(project, project.series_file, tree, check=True).stale
     if stale:
         raise ToolError(
-            "the build tree has what patches/ has not",
+            "the build tree has what the series has not",
             where=tree,
             expected="what the build tree exports",
             found=f"{len(stale)} files of the series that are not that",

@@ -33,7 +33,7 @@ _HEADER = re.compile(
     OWN_HEADER.pattern + r".*|(?:Tests?|Link|Fixes|Bug|Origin|Forwarded|[A-Za-z-]+-by): .*",
     re.IGNORECASE,
 )
-_REWORD = "reword the commit (git -C build/vllm rebase -i refs/re/base), then: series export"
+_REWORD = "reword the commit (in the build tree: git rebase -i refs/re/base), then: series export"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +129,7 @@ def _check_message(patch: Patch) -> Iterator[LintProblem]:
             "the project's Signed-off-by is missing",
             " / ".join(found) or "no such line",
             f"Signed-off-by: {IDENTITY}",
-            "git -C build/vllm rebase --signoff refs/re/base, then: series export",
+            "in the build tree: git rebase --signoff refs/re/base, then: series export",
         )
 
     if not any(line.strip() and not _HEADER.fullmatch(line) for line in lines):

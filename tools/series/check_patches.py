@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     series_file, tree = series_of(arguments, project), tree_of(arguments, project)
     verify_installed(project, arguments.installed, tree, series_file)
     git = open_tree(tree, project.pin)
-    checker = Checker(git, find_site(arguments.installed), project.root / "build" / "check-patches")
+    checker = Checker(git, find_site(arguments.installed), project.build / "check-patches")
     start = time.monotonic()
     rows = []
     for patch, place in zip(read_series(series_file), places(git), strict=True):

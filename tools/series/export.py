@@ -38,7 +38,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Write the commits of the build tree to patches/, one file each. All or nothing; a patch
+    """Write the commits of the build tree to patches/<line>, one file each. All or nothing; a patch
     keeps its file name through edits, and a commit that did not change keeps its bytes."""
     done = export_series(
         project,
@@ -153,7 +153,7 @@ def name_patches(patches: Sequence[tuple[str, str, str]], old: Series) -> list[s
                 where=name,
                 expected="subjects that differ",
                 found=" / ".join(subjects),
-                next_step="reword one: git -C build/vllm rebase -i refs/re/base",
+                next_step="reword one: in the build tree, git rebase -i refs/re/base",
             )
     return chosen
 

@@ -9,7 +9,7 @@ from tools.common.cli import add_series, series_of
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 
-EXAMPLE = "--series patches/series"
+EXAMPLE = "--series patches/v1.2.3/series"
 declare = add_series
 
 

@@ -25,6 +25,7 @@ from tools.series.replay import (
     REPLAYING,
     State,
     place,
+    result,
     save,
 )
 from tools.series.series import Series, read_series, write_series
@@ -56,7 +57,7 @@ def finish(project: Project, state: State, tell: Tell) -> Rebased:
         _copy_beside(project)
         state.phase, state.gitlink = INSTALLING, _read_gitlink(project)
         save(stage, state)
-    commit = Project(stage / "new").pin.commit
+    commit = result(project, stage).pin.commit
     try:
         if state.gitlink and commit != UNKNOWN:
             _write_gitlink(project, commit)
@@ -86,7 +87,7 @@ def finish(project: Project, state: State, tell: Tell) -> Rebased:
 def _prove(project: Project, state: State) -> None:
     """Export the replayed commits and apply them again; refuse before anything is replaced."""
     stage = place(project)
-    new = Project(stage / "new")
+    new = result(project, stage)
     kept = [p for p in read_series(project.series_file) if p.name not in state.left_out]
     if not kept:
         raise ToolError(
@@ -115,28 +116,22 @@ def _prove(project: Project, state: State) -> None:
 
 def _swaps(project: Project) -> list[tuple[Path, Path, Path]]:
     """What is replaced: its place, the new one and the old one, all on one file system."""
-    files = (project.series_file.parent, project.root / "upstream.toml")
-    beside = [(p, p.with_name(f".{p.name}-new"), p.with_name(f".{p.name}-old")) for p in files]
-    return [*beside, (project.tree, place(project) / "vllm", place(project) / "old-tree")]
+    line = project.patches
+    beside = (line, line.with_name(f".{line.name}-new"), line.with_name(f".{line.name}-old"))
+    return [beside, (project.tree, place(project) / "vllm", place(project) / "old-tree")]
 
 
 def _copy_beside(project: Project) -> None:
-    """Put copies of the new pin and series beside the old ones; build/ may be another disk."""
+    """Put a copy of the new pin and series beside the old ones; build/ may be another disk."""
     _remove_leftovers(project)
-    new = place(project) / "new"
-    for (_, beside, _), source in zip(
-        _swaps(project)[:2], (new / "patches", new / "upstream.toml"), strict=True
-    ):
-        copy = shutil.copytree if source.is_dir() else shutil.copy2
-        copy(source, beside)
+    _, beside, _ = _swaps(project)[0]
+    shutil.copytree(result(project, place(project)).patches, beside)
 
 
 def _remove_leftovers(project: Project) -> None:
-    for path in (path for _, *others in _swaps(project)[:2] for path in others):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    _, *others = _swaps(project)[0]
+    for path in others:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def undo(project: Project, state: State) -> None:
@@ -155,15 +150,17 @@ def undo(project: Project, state: State) -> None:
 
 def _read_gitlink(project: Project) -> str | None:
     """The submodule's commit in the repository's index, if there is one."""
-    if not (project.root / ".git").exists():
+    name = project.pin.submodule
+    if name is None or not (project.root / ".git").exists():
         return None
-    rows = Git(project.root).text("ls-files", "--stage", "--", project.submodule.name).splitlines()
+    rows = Git(project.root).text("ls-files", "--stage", "--", name).splitlines()
     return next((row.split()[1] for row in rows if row.startswith("160000 ")), None)
 
 
 def _write_gitlink(project: Project, commit: str) -> None:
-    name = project.submodule.name
-    Git(project.root).run("update-index", "--cacheinfo", f"160000,{commit},{name}")
+    # The old pin is not there while the directories are swapped.
+    entry = f"160000,{commit},{result(project, place(project)).pin.submodule}"
+    Git(project.root).run("update-index", "--cacheinfo", entry)
 
 
 def _keep_old_tree(project: Project, version: str) -> Path | None:

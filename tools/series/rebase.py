@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The series on another release: replayed below ``build/rebase``, put in place as one act."""
+"""The series on another release: replayed in ``build/<line>/rebase``, put in place as one act."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Move the series to another vLLM: a release of the package index by version, or a git ref of
-    a clone. Replays the patches in build/rebase/vllm by three-way merge (git cherry-pick) and stops
-    at a conflict, or at a patch that the target contains. At the end patches/, upstream.toml
-    (source, base wheels) and build/vllm are replaced, all or nothing, and a range-diff is shown.
-    Never pushes and never commits here."""
+    a clone. Replays the patches in build/<line>/rebase by three-way merge (git cherry-pick) and
+    stops at a conflict, or at a patch that the target contains. At the end patches/<line> (with the
+    pin: source, base wheels) and the build tree are replaced, all or nothing, and a range-diff is
+    shown. Never pushes and never commits here."""
     if arguments.onto is None:
         _refuse_begin_flags(arguments)
         state = need_state(project)
@@ -160,7 +160,7 @@ def _go_on(project: Project, state: State) -> None:
     print(f"rebased: {done.patches} patches from vLLM {state.before} onto {state.onto}")
     for name, why in state.left_out.items():
         print(f"left out: {name} ({why})")
-    if done.commit == UNKNOWN:
+    if project.submodule and done.commit == UNKNOWN:
         print(f"note: the commit of the submodule {project.submodule.name}/ was left as it was")
     if done.kept_tree:
         print(f"note: the old build tree has branches or stashes, kept in {done.kept_tree}")

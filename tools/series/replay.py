@@ -86,7 +86,12 @@ class State:
 
 
 def place(project: Project) -> Path:
-    return project.root / "build" / "rebase"
+    return project.build / "rebase"
+
+
+def result(project: Project, stage: Path) -> Project:
+    """The project as it will be: the new pin and series, in the stage."""
+    return Project(stage / "new", project.line)
 
 
 def read_state(project: Project) -> State | None:
@@ -112,7 +117,7 @@ def save(stage: Path, state: State) -> None:
 
 def state_of(project: Project) -> str:
     """A digest of the pin and the series, to notice edits made during a rebase."""
-    pin = (project.root / "upstream.toml").read_text(encoding="utf-8")
+    pin = project.pin_file.read_text(encoding="utf-8")
     series = fingerprint(read_series(project.series_file), project.pin)
     return hashlib.sha256(f"{series} {pin}".encode()).hexdigest()
 
@@ -133,11 +138,11 @@ def set_up(
             found=f"tree {tree_id}",
             next_step="add what the archive has beyond the tag to archive_only in upstream.toml",
         )
-    new = stage / "new"
-    shutil.copytree(project.series_file.parent, new / "patches", symlinks=True)
-    text = (project.root / "upstream.toml").read_text(encoding="utf-8")
-    write(new / "upstream.toml", render_pin(text, target, tree_id))
-    commit_base(git, Project(new).pin)
+    new = result(project, stage)
+    shutil.copytree(project.patches, new.patches, symlinks=True)
+    text = project.pin_file.read_text(encoding="utf-8")
+    write(new.pin_file, render_pin(text, target, tree_id))
+    commit_base(git, new.pin)
     refs = [f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}"]
     git.run("fetch", "--quiet", "--no-tags", project.tree.resolve().as_uri(), *refs)
     return git
@@ -199,8 +204,8 @@ def replay(project: Project, state: State, tell: Tell) -> None:
     if state_of(project) != state.fingerprint:
         raise ToolError(
             "the pin or the series changed since the rebase began; nothing is overwritten",
-            where=project.root,
-            expected="upstream.toml and patches/ as they were",
+            where=project.patches,
+            expected="upstream.toml and patches as they were",
             next_step=f"put them back (git restore), or begin again: {COMMAND} --abort",
         )
     _resolve(stage, state, git)

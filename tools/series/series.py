@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``patches/series`` and the files it lists: reading, checking, writing as one act."""
+"""``patches/<line>/series`` and the files it lists: reading, checking, writing as one act."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tools.common.errors import LintProblem, Problems, ToolError
 from tools.common.files import staging, write
-from tools.common.pin import Pin
+from tools.common.pin import Pin, left_aside
 from tools.series.patch import Patch
 
 
@@ -99,15 +99,11 @@ def read_series(series_file: Path) -> Series:
     try:
         names = parse_series(series_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        directory = series_file.parent
-        aside = sorted(map(str, directory.parent.glob(f".{directory.name}-old-*")))
         raise ToolError(
             "there is no series file",
             where=series_file,
-            found=f"an export was cut off; the old series is in {aside[0]}" if aside else None,
-            next_step=f"mv {aside[0]} {directory}"
-            if aside
-            else "restore it (git checkout patches), or make it: series export",
+            next_step=left_aside(series_file.parent)
+            or "restore it (git checkout patches), or make it: series export",
         ) from None
     if problems := _listing_problems(series_file, names):
         raise Problems(f"the list of patches in {series_file} is wrong", problems)

@@ -163,7 +163,7 @@ def _drift(git: Git, project: Project, series: Series) -> Sequence[tuple[str, st
     head_is_known = record is not None and record.tree == git.tree_id("HEAD")
     if record and record.fingerprint != fingerprint(series, project.pin):
         at = "since the apply" if git.commit_id(APPLIED_REF) else ""
-        found.append(f"patches/ changed {at}".strip())
+        found.append(f"the patches changed {at}".strip())
     elif not head_is_known and not lost and not dirt:
         found.append("the build tree is not at the last apply or export")
     return [("drift", line) for line in found] or [("drift", "none")]

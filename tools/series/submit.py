@@ -52,7 +52,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--replace", "replace branches of these names")
     add_flag(parser, "--test", "check each branch here (on the pin), for the results")
     parser.add_argument(
-        "--out", type=Path, help="where the texts of the pull requests go (default: build/submit)"
+        "--out",
+        type=Path,
+        help="where the texts of the pull requests go (default: build/<line>/submit)",
     )
 
 
@@ -60,14 +62,14 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Make branches for upstream, one per patch or topic, signed off by you (git config), and write
     the text of each pull request. A patch that needs earlier ones stands on them. Stops before
     anything is pushed: you read, own and send it. Without --clone the branches stand on the pinned
-    release, in build/vllm."""
+    release, in its build tree."""
     base, branches = submit(
         project,
         arguments.patches,
         onto=arguments.onto,
         clone=arguments.clone,
         topic=arguments.topic,
-        out=arguments.out or project.root / "build" / "submit",
+        out=arguments.out or project.build / "submit",
         after=arguments.after,
         trailers=arguments.trailer,
         replace=arguments.replace,
@@ -370,7 +372,7 @@ def _check(
 ) -> dict[str, Finding]:
     """Check the last commits of a branch together, with the kernels that are installed."""
     place = make_place(git, git.text("rev-parse", f"{head}~{number}"), head)
-    checker = Checker(git, site, project.root / "build" / "submit-checks")
+    checker = Checker(git, site, project.build / "submit-checks")
     findings = {}
     for check in (IMPORTS, LINTERS, TESTS):
         findings[check] = found = checker.check(place, check)

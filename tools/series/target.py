@@ -134,6 +134,8 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
             offered[name] = index.files(name)
         like = like_wheel([f for f in offered[name] if f.version == version], str(table["tag"]))
         wheels[variant] = index.pin(like) if like else None
+        if like is None and variant in pin.wheels and pin.wheels[variant].tests_only:
+            wheels[variant] = pin.wheels[variant].file  # lends its kernels to any release
     pinned = index.pin(source)
     archive = fetch(pinned, project)
     stated = _stated_commit(archive)
@@ -230,7 +232,7 @@ def _walk(tables: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def wheel_tables(project: Project) -> list[tuple[str, Any]]:
     """The base wheels that ``upstream.toml`` names, by variant, with or without a file."""
-    text = (project.root / "upstream.toml").read_text(encoding="utf-8")
+    text = project.pin_file.read_text(encoding="utf-8")
     return list(_walk(tomlkit.parse(text).get("wheel", {})))
 
 
@@ -251,6 +253,9 @@ def render_pin(text: str, target: Target, tree: str) -> str:
         else:
             tag = "-".join(file.filename.removesuffix(".whl").split("-")[-3:])
             table.update({**_facts(file), "tag": tag})
+            table.pop("version", None)
+            if file.version != target.version:
+                table["version"] = file.version
     return tomlkit.dumps(document)
 
 

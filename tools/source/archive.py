@@ -22,7 +22,7 @@ def check_members(archive: Path, members: list[tarfile.TarInfo]) -> str:
                 where=archive,
                 expected="regular files below one directory",
                 found=f"{member.name}: {kind}",
-                next_step="nothing was unpacked; check the pin in upstream.toml",
+                next_step="nothing was unpacked; check [source] in upstream.toml",
             )
         tops.add(path.parts[0])
     if len(tops) != 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pinned source: from the submodule when it is checked out, else from the archive."""
+"""The pinned source: from the line's submodule when it is checked out, else from the archive."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Get the pinned source onto this machine, and print which it is. The submodule vllm/ is used
-    when it is checked out; else the archive: of the wheelhouse, of build/downloads, or downloaded
-    there. A download that was cut off continues where it stopped. PIP_INDEX_URL names another
-    package index."""
+    """Get the pinned source onto this machine, and print which it is. The submodule is used where
+    the line has one and it is checked out; else the archive: of the wheelhouse, of build/downloads,
+    or downloaded there. A download that was cut off continues where it stopped. PIP_INDEX_URL names
+    another package index."""
     print(f"source: {fetch_source(project)}")
 
 
 def submodule(project: Project) -> Path | None:
-    """The submodule if it is checked out; one that is not as pinned is refused."""
+    """The line's submodule if it is checked out; one that is not as pinned is refused."""
     path, pin = project.submodule, project.pin
+    if path is None:
+        return None
     update = f"git submodule update --init --checkout {path.name}"
     if not (path / ".git").exists():
         if path.is_dir() and any(path.iterdir()):

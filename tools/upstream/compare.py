@@ -22,33 +22,6 @@ from tools.series.base import BASE_REF
 from tools.upstream.hubcache import recipe
 from tools.upstream.testrun import PASSED, SKIPPED, Outcome, Results, run_file, test_environment
 
-# What runs on a machine without a GPU, in minutes. Test files that the series touches come on top.
-FILES = (
-    "tests/config/test_config_generation.py",
-    "tests/config/test_config_utils.py",
-    "tests/config/test_model_arch_config.py",
-    "tests/config/test_mp_reducer.py",
-    "tests/config/test_multimodal_config.py",
-    "tests/distributed/test_eplb_algo.py",
-    "tests/distributed/test_eplb_events.py",
-    "tests/distributed/test_eplb_utils.py",
-    "tests/engine/test_arg_utils.py",
-    "tests/entrypoints/serve/disagg/test_generate_stream.py",
-    "tests/entrypoints/serve/disagg/test_serving_tokens.py",
-    "tests/model_executor/test_routed_experts_capture.py",
-    "tests/test_config.py",
-    "tests/v1/core/test_async_scheduler.py",
-    "tests/v1/core/test_kv_cache_utils.py",
-    "tests/v1/core/test_prefix_caching.py",
-    "tests/v1/core/test_scheduler.py",
-    "tests/v1/core/test_scheduler_e2e.py",
-    "tests/v1/core/test_single_type_kv_cache_manager.py",
-    "tests/v1/engine/test_output_processor.py",
-    "tests/v1/test_outputs.py",
-    "tests/v1/worker/test_gpu_input_batch.py",
-    "tests/v1/worker/test_gpu_model_runner.py",
-    "tests/v1/worker/test_utils.py",
-)
 # What the tests need of a tree; not vllm/, which would stand before the installed wheel.
 PARTS = ("tests", "examples", "pyproject.toml")
 LIMIT_S = 600

@@ -12,9 +12,9 @@ from pathlib import Path
 from tools.common.cli import add_series, add_tree, series_of, tell, tree_of
 from tools.common.errors import ToolError
 from tools.common.pin import Project
+from tools.series.series import parse_series
 from tools.series.tree import open_tree
 from tools.upstream.compare import (
-    FILES,
     UNEXPLAINED,
     Side,
     compare,
@@ -47,16 +47,18 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Run vLLM's own tests on both wheels and compare every test. Fails if one differs that the
     series does not touch, or if one that it touches fails. Finished files are not run again, so an
     interrupted run can be continued. The patched wheel must be installed, and the pristine one in
-    build/pristine/site (make upstream-tests)."""
+    build/<line>/pristine/site (make upstream-tests)."""
     tree, series_file = tree_of(arguments, project), series_of(arguments, project)
-    pristine = project.root / "build" / "pristine"
+    pristine = project.build / "pristine"
     installed = arguments.installed or Path(sys.executable)
     patched = verify_installed(project, installed, tree, series_file)
     verify_installed(project, pristine / "site", pristine / "vllm", series_file)
     git = open_tree(tree, project.pin)
     touched = touched_tests(git)
-    files = arguments.files or sorted({*FILES, *filter(is_test_file, touched)})
-    build = project.root / "build" / "upstream-tests"
+    listing = project.patches / "upstream-tests"
+    listed = parse_series(listing.read_text(encoding="utf-8")) if listing.exists() else []
+    files = arguments.files or sorted({*listed, *filter(is_test_file, touched)})
+    build = project.build / "upstream-tests"
     start = time.monotonic()
 
     def told(side: str, file: str, results: Results) -> None:

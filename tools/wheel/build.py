@@ -30,7 +30,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", required=True, help="a base wheel: cpu, cuda or cuda-aarch64")
     add_tree(parser)
     add_series(parser)
-    parser.add_argument("--out", type=Path, help="where it goes (default: build/wheels)")
+    parser.add_argument("--out", type=Path, help="where it goes (default: build/<line>/wheels)")
     parser.add_argument(
         "--release",
         type=_release,
@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         release=arguments.release,
     )
     print(f"base: {base.file.filename} ({base.trusted_by})")
+    if base.tests_only:
+        print(f"for tests only: the Python of vLLM {project.pin.version} over these kernels")
     print(f"wheel: {built.path} ({built.patches} patches)")
     print(f"size: {built.size}")
     print(f"sha256: {built.sha256}")

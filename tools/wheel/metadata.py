@@ -43,6 +43,22 @@ def name_metadata(text: str, name: str, version: str) -> str:
     return head + blank + body
 
 
+def mark_for_tests(text: str, version: str, kernels: str) -> str:
+    """METADATA that says that the wheel is for tests, and that no index accepts.
+
+    >>> print(mark_for_tests("Name: x\\nSummary: fast\\n\\nbody\\n", "1.2", "x-1.1.whl"), end="")
+    Name: x
+    Summary: FOR TESTS ONLY: the Python of vLLM 1.2 over the kernels of x-1.1.whl
+    Classifier: Private :: Do Not Upload
+    <BLANKLINE>
+    body
+    """
+    head, blank, body = text.partition("\n\n")
+    head = re.sub(r"^Summary: .*\n?", "", head, flags=re.MULTILINE).rstrip("\n")
+    said = f"FOR TESTS ONLY: the Python of vLLM {version} over the kernels of {kernels}"
+    return f"{head}\nSummary: {said}\nClassifier: Private :: Do Not Upload{blank}{body}"
+
+
 def name_wheel(text: str, tag: str) -> str:
     """WHEEL with the tags that the file name states.
 

@@ -14,7 +14,7 @@ import io
 import zipfile
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from packaging.tags import Tag, parse_tag
 from packaging.utils import parse_wheel_filename
@@ -26,7 +26,7 @@ from tools.common.pin import BaseWheel, Pin, Project
 from tools.series.base import BASE_REF
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import Record, read_record, refuse_dirt, refuse_unfinished
-from tools.wheel.metadata import name_metadata, name_version_module, name_wheel
+from tools.wheel.metadata import mark_for_tests, name_metadata, name_version_module, name_wheel
 from tools.wheel.sbom import make_sbom
 
 PACKAGE = "vllm"
@@ -77,8 +77,8 @@ class Plan:
 
 def wheel_version(pin: Pin, base: BaseWheel, release: int) -> str:
     """The version of the patched wheel: upstream's with a local part of ours."""
-    local = ".".join(["re", str(release), *([base.local_suffix] if base.local_suffix else [])])
-    return str(Version(f"{pin.version}+{local}"))
+    parts = ("re", str(release), base.local_suffix, "tests" if base.tests_only else "")
+    return str(Version(f"{pin.version}+{'.'.join(filter(None, parts))}"))
 
 
 def read_wheel_version(pin: Pin, version: str, tags: Collection[Tag]) -> tuple[BaseWheel, int]:
@@ -103,7 +103,7 @@ def read_wheel_version(pin: Pin, version: str, tags: Collection[Tag]) -> tuple[B
 
 
 def tree_series(git: Git, project: Project, series_file: Path) -> Series:
-    """The series that the tree's HEAD is the result of: empty on the base, else patches/."""
+    """The series that the tree's HEAD is the result of: empty on the base, else the line's."""
     refuse_unfinished(git)
     refuse_dirt(git)
     tree = git.tree_id("HEAD")
@@ -162,32 +162,32 @@ def plan_wheel(
     old_dist_info = _dist_info(infos, base)
     new_dist_info = f"{PACKAGE}-{version}.dist-info"
     tree = git.files("HEAD", PACKAGE)
-    changes = {change.path: change for change in git.changes(BASE_REF, "HEAD")}
-    patched = git.contents(change.after for change in changes.values() if change.path in tree)
+    changes = {change.path for change in git.changes(BASE_REF, "HEAD")}
+    # What the base wheel lacks or has in another version.
+    fresh = tree.keys() if base.tests_only else changes & tree.keys()
+    patched = git.contents(tree[name].blob for name in fresh)
     package, metadata = [], []
     for info in infos:
         name = info.filename
         if name.startswith(f"{old_dist_info}/"):
-            member = _metadata_member(wheel, info, old_dist_info, new_dist_info, version, base)
+            member = _metadata_member(wheel, info, old_dist_info, new_dist_info, version, base, pin)
             metadata += [member] if member else []
         elif name == VERSION_MODULE:
             text = name_version_module(wheel.read(info).decode(), version)
             package.append(_new(name, text.encode(), "the generated version module", info))
-        elif name in changes:
-            if name in tree:  # else a patch deleted it
-                package.append(_new(name, patched[tree[name].blob], "patched tree", info))
-        else:
-            member = _kept(wheel, info, name)
-            if name.endswith(".py") and name in tree:
-                # The base wheel's own edits of the release do not come along.
-                if _blob_id(wheel.read(info)) == tree[name].blob:
-                    member = replace(member, why="patched tree")
-                else:
-                    data = git.contents([tree[name].blob])[tree[name].blob]
-                    member = _new(name, data, "patched tree", info)
-            package.append(member)
+        elif name in fresh:
+            package.append(_new(name, patched[tree[name].blob], "patched tree", info))
+        elif name in tree and name.endswith(".py"):
+            # The base wheel's own edits of the release do not come along.
+            if _blob_id(wheel.read(info)) == tree[name].blob:
+                package.append(replace(_kept(wheel, info, name), why="patched tree"))
+            else:
+                data = git.contents([tree[name].blob])[tree[name].blob]
+                package.append(_new(name, data, "patched tree", info))
+        elif name not in changes and (_is_kernel(name) or not base.tests_only):
+            package.append(_kept(wheel, info, name))
     there = {info.filename for info in infos}
-    for name in sorted(changes.keys() & tree.keys() - there):
+    for name in sorted(fresh - there):
         package.append(_new(name, patched[tree[name].blob], "patched tree"))
     metadata.append(
         _new(
@@ -218,6 +218,10 @@ def _dist_info(infos: Iterable[zipfile.ZipInfo], base: BaseWheel) -> str:
     return found[0]
 
 
+def _is_kernel(name: str) -> bool:
+    return PurePosixPath(name).suffix == ".so" or ".so." in name
+
+
 def _blob_id(data: bytes) -> str:
     """What git calls these bytes: spares reading thousands of equal files from it."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
@@ -240,11 +244,14 @@ def _metadata_member(
     new: str,
     version: str,
     base: BaseWheel,
+    pin: Pin,
 ) -> Member | None:
     inner = info.filename.removeprefix(f"{old}/")
     name = f"{new}/{inner}"
     if inner == "METADATA":
         text = name_metadata(wheel.read(info).decode(), PACKAGE, version)
+        if base.tests_only:
+            text = mark_for_tests(text, pin.version, base.file.filename)
         return _new(name, text.encode(), "the renamed metadata", info)
     if inner == "WHEEL":
         text = name_wheel(wheel.read(info).decode(), base.tag)

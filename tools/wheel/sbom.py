@@ -48,7 +48,9 @@ def make_sbom(pin: Pin, base: BaseWheel, series: Series, version: str) -> bytes:
     ]
     for number, patch in enumerate(series, start=1):
         digest = hashlib.sha256(patch.data).hexdigest()
-        parts.append(_file(f"patches/{patch.name}", digest, "patch", position=str(number)))
+        parts.append(
+            _file(f"patches/{pin.line}/{patch.name}", digest, "patch", position=str(number))
+        )
     bom.metadata.component = wheel
     for part in parts:
         bom.components.add(part)

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Prove that a wheel is the base wheel plus the series. Every Python file equals the patched
     tree's, every other file the base wheel's, RECORD is right, and only name, version, tags and
     requirements on local versions differ in the metadata. Without arguments: what lies in
-    build/wheels."""
+    build/<line>/wheels."""
     where = (tree_of(arguments, project), series_of(arguments, project))
     wheels = arguments.wheels
     if not wheels and arguments.installed is None:
