@@ -80,23 +80,23 @@ help: ## List every target
 
 .PHONY: demo
 demo: $(INSTALLED) ## Serve a small MoE model and compare every captured row with an oracle
-	@exec $(PY) -m examples.demo
+	@exec $(PY) -m demos.rows
 
 .PHONY: demo-corrupt
 demo-corrupt: $(INSTALLED) ## The demo with one captured id flipped: must fail
-	@exec $(PY) -m examples.demo --corrupt
+	@exec $(PY) -m demos.rows --corrupt
 
 .PHONY: demo-pristine
 demo-pristine: $(PRISTINE) ## The demo on vLLM without the series: must fail
-	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m examples.demo --pristine
+	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m demos.rows --pristine
 
 .PHONY: replay
 replay: $(INSTALLED) ## Replay the server's routes in a trainer: its log-probs with and without
-	@exec $(PY) -m examples.trainer
+	@exec $(PY) -m demos.replay
 
 .PHONY: disaggregated
 disaggregated: $(INSTALLED) ## Prefill and decode in two engines: compare every row of the joined answers
-	@exec $(PY) -m examples.disaggregated
+	@exec $(PY) -m demos.disaggregated
 
 ##@ Test
 
@@ -126,7 +126,7 @@ gpu-test: $(LOCKED) ## Run the tests that need a GPU, with the vLLM that is inst
 
 .PHONY: layouts
 layouts: $(LOCKED) ## Every parallel layout of GPUS=2 or 4 on this host: rows against two oracles
-	@exec $(PY) tests/gpu/layouts.py --gpus $(or $(GPUS),2) --out build/layouts-$(or $(GPUS),2) $(ARGS)
+	@exec $(PY) -m gpu.layouts --gpus $(or $(GPUS),2) --out build/layouts-$(or $(GPUS),2) $(ARGS)
 
 .PHONY: mutants
 mutants: $(INSTALLED) ## Break the scheduler-side code in named ways: the property test must notice each
@@ -158,12 +158,12 @@ format: $(TOOLS_LOCKED) ## Format the Python files and mend what the linter can 
 
 .PHONY: bench
 bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small without a GPU (ARGS=... chooses)
-	@exec $(PY) benchmarks/overhead.py --out build/bench/overhead --build pristine=$(MADE)/pristine/site --build patched= \
+	@exec $(PY) -m benchmarks.overhead --out build/bench/overhead --build pristine=$(MADE)/pristine/site --build patched= \
 		$(or $(ARGS),--engine pristine:off --engine patched:off --engine patched:opt-in)
 
 .PHONY: bench-latency
 bench-latency: $(INSTALLED) $(PRISTINE) ## What rows cost streams over HTTP, servers in turns (ARGS=... chooses)
-	@exec $(PY) benchmarks/latency.py --out build/bench/latency --build pristine=$(MADE)/pristine/site --build patched= \
+	@exec $(PY) -m benchmarks.latency --out build/bench/latency --build pristine=$(MADE)/pristine/site --build patched= \
 		$(or $(ARGS),--server pristine:off --server pristine:on --server patched:off --server patched:opt-in --kv-gib 0.5 --together)
 
 ##@ Work on the series

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.demo.server import QUIET, Kept
+from harness.process import QUIET, Kept
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("off", "on", "opt-in")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long rows keep the API server's event loop busy. No GPU, and a stub for the engine.
 
-    python benchmarks/front.py --out benchmarks/results/front-cpu.md
+    python -m benchmarks.front --out benchmarks/results/front-cpu.md
 
 The server is vLLM's own (FastAPI, uvicorn, AsyncLLM, output processor), in a process of its own. A
 stub in another process sends it made-up tokens and random rows through the engine's sockets; the
@@ -41,12 +41,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Run as a file: the repository is not on the path.
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from examples.demo.checkpoint import make_checkpoint
-from examples.demo.server import QUIET
-from examples.trainer.client import decode_rows
+from harness.checkpoint import make_checkpoint
+from harness.process import QUIET
+from harness.server import decode_rows
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 TOP_K, MAX_LEN = 8, 200_000

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows cost the host a step: the scheduler's share, and their way to the front end. No GPU.
 
-    python benchmarks/host.py --out benchmarks/results/host-cpu.md
+    python -m benchmarks.host --out benchmarks/results/host-cpu.md
 
 vLLM's own scheduler, message encoding, socket and output processor, with made-up tokens and random
 rows of DeepSeek-V3's shape: 61 layers, top-8, a byte an id. Two engines take turns, step by step:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many kernels and copies a decode step runs on a GPU, with one build of vLLM.
 
-    python benchmarks/kernels.py --flag off --out off.json
-    python benchmarks/kernels.py --flag opt-in --out opt-in.json
+    python -m benchmarks.kernels --flag off --out off.json
+    python -m benchmarks.kernels --flag opt-in --out opt-in.json
 
 One request decodes alone, with CUDA graphs, on the shape of Qwen3-30B-A3B with fewer layers and
 dummy weights. What 64 more tokens add to the profile, by 64, is a step's. `opt-in`, which wants
@@ -20,11 +20,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# Run as a file: the repository is not on the path.
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.models import QWEN3_30B_A3B as CONFIG
 from benchmarks.probe import kernels_of_a_step
+from harness.shapes import QWEN3_30B_A3B as CONFIG
 
 FEW, MANY = 8, 72
 MODES: dict[str, dict[str, bool | None]] = {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows cost a stream: inter-token latency over HTTP.
 
-    python benchmarks/latency.py --out OUT --build pristine=env-pristine.sh \\
+    python -m benchmarks.latency --out OUT --build pristine=env-pristine.sh \\
         --build patched=env-patched.sh --server pristine:off --server pristine:on \\
         --server patched:off --server patched:opt-in
-    python benchmarks/latency.py --out OUT --build patched=env-patched.sh --server patched:opt-in \\
+    python -m benchmarks.latency --out OUT --build patched=env-patched.sh --server patched:opt-in \\
         --requests 64
 
 Without a burst, streams decode together; of an opt-in server none of them asks for rows, one in ten
@@ -45,16 +45,13 @@ import httpx
 import numpy as np
 import psutil
 
-# Run as a file: the repository is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.builds import Process, Variant, read_builds, read_variants
 from benchmarks.loads import SHARES, Load
-from benchmarks.models import MODELS, model_config, write_model
 from benchmarks.overhead import WORK, Failure, Gpu, Records, bare, end_orderly, tell
 from benchmarks.paired import compare
 from benchmarks.report import table, with_interval
-from examples.trainer.client import decode_rows
+from harness.server import decode_rows
+from harness.shapes import MODELS, model_config, write_model
 
 # A server's name and a mode.
 Label = tuple[str, str]

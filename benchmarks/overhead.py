@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What routed experts cost: builds of vLLM and settings of the flag, side by side, in turns.
 
-    python benchmarks/overhead.py --out OUT --minutes 8.5 \\
+    python -m benchmarks.overhead --out OUT --minutes 8.5 \\
         --build patched=env-patched.sh --engine patched:off --engine patched:opt-in
 
 One engine for each BUILD:FLAG, all of them alive at once on one GPU (the same word twice makes
@@ -33,13 +33,10 @@ from typing import Any
 
 import psutil
 
-# Run as a file: the repository is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.builds import ROOT, Process, Variant, read_builds, read_variants
 from benchmarks.loads import Load, loads_of, modes_of
-from benchmarks.models import MODELS, model_config
 from benchmarks.report import write_report
+from harness.shapes import MODELS, model_config
 
 WORK = ROOT / "build/bench"
 # Kept for stopping the engines and writing the report, seconds.

@@ -27,8 +27,8 @@ import numpy as np
 import psutil
 
 from benchmarks.loads import SHARES, Load, loads_of
-from benchmarks.models import model_config, write_model
 from benchmarks.probe import kernels_of_a_step
+from harness.shapes import model_config, write_model
 
 # Output tokens of the two profiled requests: what the second has more is a number of steps.
 FEW, MANY = 8, 24

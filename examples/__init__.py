@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that show what a vLLM with returned routed experts can do."""
+"""Code to copy: a client, route replay in a trainer, a prefill/decode proxy, and offline use."""

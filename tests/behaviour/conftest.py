@@ -22,9 +22,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from examples.demo import oracle
-from examples.demo.checkpoint import make_checkpoint
-from examples.demo.server import ENVIRONMENT
+from harness import oracle
+from harness.checkpoint import make_checkpoint
+from harness.process import ENVIRONMENT
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -123,10 +123,10 @@ def forget_engine(model: Path) -> None:
         cleanup_dist_env_and_memory()
 
 
-def run_example(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """A program of `examples`, to its end."""
+def run_demo(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A program of `demos`, to its end."""
     return subprocess.run(
-        [sys.executable, "-m", f"examples.{name}", "--out", str(out), *options],
+        [sys.executable, "-m", f"demos.{name}", "--out", str(out), *options],
         cwd=Path(__file__).parents[2],
         text=True,
         capture_output=True,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from examples.demo import oracle
-from tests.behaviour import recorder
+from harness import oracle, recorder
+from harness.choice import Choice
 from tests.behaviour.conftest import CHUNK, as_prompts, assert_all_true, random_prompt, running
 
 if TYPE_CHECKING:
@@ -76,12 +76,13 @@ def test_rows_in_bfloat16_are_what_the_logits_of_the_same_forward_choose(
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
     monkeypatch.setenv("VLLM_CPU_SGL_KERNEL", str(int(kernel == "SGLFusedMOE")))
     # SGLang's kernels want sizes in multiples of 32.
-    with running(checkpoint(num_experts=32), dtype="bfloat16") as llm:
+    options = {"dtype": "bfloat16", "worker_extension_cls": "harness.recorder.Recorder"}
+    with running(checkpoint(num_experts=32), **options) as llm:
         assert_kernel(llm, kernel)
-        recorder.start(llm)
+        llm.collective_rpc("record_start")
         for seed, length in enumerate(LENGTHS):
             (output,) = generate(llm, random_prompt(seed, length))
-            routes = recorder.Choice(top_k=4).routes(recorder.take(llm), 4, {})
+            routes = Choice(top_k=4).routes(recorder.take(llm), 4, {})
             rows = output.outputs[0].routed_experts
             assert len(rows) == length + MAX_TOKENS - 1
             # The same logits: only equal ones are tied.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.behaviour.conftest import run_example
+from tests.behaviour.conftest import run_demo
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 PLUGIN = """
@@ -32,7 +32,7 @@ def count_agreeing(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
 
 
 def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
-    done = run_example("demo", tmp_path)
+    done = run_demo("rows", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     agreeing, rows = count_agreeing(done)
     assert agreeing == rows
@@ -50,7 +50,7 @@ def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kern
     (package / "entry_points.txt").write_text("[vllm.general_plugins]\namx = amx:pretend\n")
     (tmp_path / "amx.py").write_text(PLUGIN.format(has_amx=not HAS_AMX))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = run_example("demo", out, "--corrupt")
+    done = run_demo("rows", out, "--corrupt")
     assert done.returncode != 0
     assert f"The CPU has AMX: {not HAS_AMX}" in (out / "server.log").read_text()
     agreeing, rows = count_agreeing(done)

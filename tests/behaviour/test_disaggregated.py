@@ -22,8 +22,8 @@ import httpx
 import numpy as np
 import pytest
 
-from examples.disaggregated import proxy
-from examples.trainer.client import RoutedExpertsError, generate
+from examples import proxy
+from examples.client import RoutedExpertsError, generate
 
 GENERATE = "/inference/v1/generate"
 PROMPT, SAMPLED = [5, 6, 7, 8, 9], [10, 11, 12]

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from examples.demo.server import Server
-from examples.disaggregated import engines, proxy
-from examples.trainer.client import Completion, generate
+from examples import proxy
+from examples.client import Completion, generate
+from harness import disaggregated
+from harness.server import Server
 from tests.behaviour.conftest import (
     BLOCK,
     as_prompts,
     compare_with_one_engine,
     random_prompt,
-    run_example,
+    run_demo,
     running,
 )
 
@@ -58,8 +59,8 @@ def one_engine(model: Path) -> Iterator[LLM]:
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("disaggregated")
     servers = [
-        Server(model, folder / f"{role}.log", engines.arguments(folder / "kv", role))
-        for role in (engines.PREFILL, engines.DECODE)
+        Server(model, folder / f"{role}.log", disaggregated.arguments(folder / "kv", role))
+        for role in (disaggregated.PREFILL, disaggregated.DECODE)
     ]
     with ExitStack() as stack:
         with ThreadPoolExecutor() as pool:  # they take long to start
@@ -104,11 +105,11 @@ def test_joined_answers_have_the_tokens_and_rows_of_one_engine(
         (completion,) = generate(pair.url, PROMPTS[number], sampling, stream=number % 2 == 1)
         return completion
 
-    before = pair.decode.metric(engines.RECEIVED) or 0
+    before = pair.decode.metric(disaggregated.RECEIVED) or 0
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         completions = list(pool.map(complete, range(len(PROMPTS))))
     blocks = [(length - 1) // BLOCK for length in LENGTHS]
-    assert (pair.decode.metric(engines.RECEIVED) or 0) - before == BLOCK * sum(blocks)
+    assert (pair.decode.metric(disaggregated.RECEIVED) or 0) - before == BLOCK * sum(blocks)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=MAX_TOKENS)
     outputs = one_engine.generate(as_prompts(*PROMPTS), params, use_tqdm=False)
     for completion, output in zip(completions, outputs, strict=True):
@@ -191,6 +192,6 @@ def test_bad_argument_is_refused_by_the_engine(pair: Pair) -> None:
 
 
 def test_program_finds_every_row_true(tmp_path: Path) -> None:
-    done = run_example("disaggregated", tmp_path)
+    done = run_demo("disaggregated", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from examples.demo import oracle
-from tests.behaviour import recorder
+from harness import oracle, recorder
+from harness.choice import Choice
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
@@ -34,7 +34,6 @@ from tests.behaviour.conftest import (
     random_prompt,
     running,
 )
-from tests.behaviour.recorder import Choice
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -101,11 +100,11 @@ class Served:
 
 
 @contextmanager
-def serving(case: Case, checkpoint: Callable[..., Path]) -> Iterator[Served]:
+def serving(case: Case, checkpoint: Callable[..., Path], **options: Any) -> Iterator[Served]:
     model = checkpoint(case.family, **case.overrides)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_MLA_DISABLE", "1")
-        with running(model, **case.options) as llm:
+        with running(model, **case.options, **options) as llm:
             yield Served(case, model, llm)
 
 
@@ -117,8 +116,10 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> I
 
 @pytest.fixture(scope="module", params=BY_OWN_LOGITS)
 def recorded(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[Served]:
-    with serving(BY_OWN_LOGITS[request.param], checkpoint) as served:
-        recorder.start(served.llm)
+    extension = "harness.recorder.Recorder"
+    case = BY_OWN_LOGITS[request.param]
+    with serving(case, checkpoint, worker_extension_cls=extension) as served:
+        served.llm.collective_rpc("record_start")
         yield served
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from examples.demo import oracle
+from harness import oracle
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,

@@ -19,9 +19,9 @@ import httpx
 import psutil
 import pytest
 
-from examples.demo import oracle
-from examples.demo.server import Answer, Kept, Server, free_port
-from examples.trainer import client
+from examples import client
+from harness import oracle
+from harness.server import Answer, Kept, Server, free_port
 from tests.behaviour.conftest import (
     CHUNK,
     as_prompts,

@@ -17,8 +17,8 @@ import numpy as np
 import openai
 import pytest
 
-from examples.demo import oracle
-from examples.demo.server import Server, decode_rows
+from harness import oracle
+from harness.server import Server, decode_rows
 from tests.behaviour.conftest import BLOCK, CHUNK, random_prompt
 
 # Chunks of a stream carry this many tokens.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.behaviour.recorder import Choice
+from harness.choice import Choice
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,11 @@ import pytest
 import torch
 import transformers
 
-from examples.demo import oracle
-from examples.demo.server import Answer, Server, read_answer
-from examples.trainer import client, mismatch
-from examples.trainer.client import decode_rows
+from demos.replay import mismatch
+from examples import client
+from examples.client import decode_rows
+from harness import oracle
+from harness.server import Answer, Server, read_answer
 from tests.behaviour.conftest import CHUNK, random_prompt
 
 MESSAGES = [{"role": "user", "content": "abc"}]

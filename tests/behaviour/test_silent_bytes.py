@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from examples.demo.server import Server
+from harness.server import Server
 from tests.behaviour.conftest import random_prompt
 from tests.real import PROJECT
 

@@ -25,12 +25,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from examples.demo.checkpoint import FAMILIES
-from examples.demo.oracle import route
-from examples.trainer import client, mismatch, report
-from examples.trainer.client import Completion, RoutedExpertsError, decode_rows, join
-from examples.trainer.replay import OWN, ReplayError, pad_routes, replay
-from tests.behaviour.conftest import run_example
+from demos.replay import mismatch, report
+from examples import client
+from examples.client import Completion, RoutedExpertsError, decode_rows, join
+from examples.replay import OWN, ReplayError, pad_routes, replay
+from harness.checkpoint import FAMILIES
+from harness.oracle import route
+from tests.behaviour.conftest import run_demo
 
 PROMPT, SAMPLED = [5, 6, 7, 8], [9, 10, 11]
 LAYERS, TOP_K = 3, 2
@@ -678,7 +679,7 @@ def test_trainer_that_is_off_in_float32_fails() -> None:
 
 @pytest.mark.slow
 def test_whole_comparison_passes_and_draws(tmp_path: Path) -> None:
-    done = run_example("trainer", tmp_path)
+    done = run_demo("replay", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6,144 sampled tokens" in done.stdout
     assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")

@@ -50,7 +50,7 @@ def test_uvloop_has_no_callbacks_to_time() -> None:
 
 
 def test_it_runs(tmp_path: Path) -> None:
-    words = [sys.executable, "benchmarks/front.py", "--out", str(tmp_path / "front.md")]
+    words = [sys.executable, "-m", "benchmarks.front", "--out", str(tmp_path / "front.md")]
     words += ["--rounds=1", "--layers=2", "--prompt=30000", "--steps=4", "--readers=2"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

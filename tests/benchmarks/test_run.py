@@ -23,7 +23,7 @@ def build(tmp_path: Path) -> Path:
 
 
 def command(out: Path, build: Path, *more: str) -> list[str]:
-    words = [sys.executable, "benchmarks/overhead.py", "--model", "tiny", "--out", str(out)]
+    words = [sys.executable, "-m", "benchmarks.overhead", "--model", "tiny", "--out", str(out)]
     words += ["--build", f"patched={build}", "--engine", "patched:off", "--engine"]
     return [*words, "patched:opt-in", "--loads", "decode,single", *more]
 

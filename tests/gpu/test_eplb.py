@@ -3,7 +3,7 @@
 
 One rank cannot exchange experts with another, but moves them through the same buffer: every
 rebalance is a random permutation of all experts of all layers. `tests/eplb/stress.py` covers the
-schedules of several ranks, `eplb_two_gpus.py` whole engines.
+schedules of several ranks, `python -m gpu.eplb` whole engines.
 """
 
 from __future__ import annotations

@@ -10,28 +10,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.gpu import layouts
-from tests.gpu.layouts import Answer, Failed
+from gpu.layouts import __main__ as program
+from gpu.layouts import cells
+from gpu.layouts.answers import (
+    Answer,
+    Failed,
+    Logits,
+    check_answers,
+    check_own_logits,
+    check_reference,
+    gather_logits,
+)
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 2, 16, 4, 3
 
 
-def make_logits(seed: int = 0) -> layouts.Logits:
+def make_logits(seed: int = 0) -> Logits:
     rng = np.random.default_rng(seed)
     return {
         index: {
             layer: rng.normal(size=(length + TOKENS, EXPERTS)).astype(np.float32)
             for layer in range(LAYERS)
         }
-        for index, length in enumerate(layouts.LENGTHS)
+        for index, length in enumerate(cells.LENGTHS)
     }
 
 
-def route(logits: layouts.Logits) -> dict[int, Answer]:
+def route(logits: Logits) -> dict[int, Answer]:
     answers = {}
-    for index, length in enumerate(layouts.LENGTHS):
+    for index, length in enumerate(cells.LENGTHS):
         rows = None
-        if layouts.asks(index):
+        if cells.asks(index):
             rows = np.stack(
                 [
                     np.argsort(-t[: length + TOKENS - 1], 1)[:, :TOP_K]
@@ -43,7 +52,7 @@ def route(logits: layouts.Logits) -> dict[int, Answer]:
     return answers
 
 
-def exchange(answer: Answer, position: int, layer: int, logits: layouts.Logits, index: int) -> None:
+def exchange(answer: Answer, position: int, layer: int, logits: Logits, index: int) -> None:
     """The k-th expert for the next one, whose logits become nearly equal."""
     order = np.argsort(-logits[index][layer][position])
     logits[index][layer][position, order[TOP_K]] = (
@@ -55,9 +64,9 @@ def exchange(answer: Answer, position: int, layer: int, logits: layouts.Logits, 
 def test_true_rows_agree() -> None:
     logits = make_logits()
     answers = route(logits)
-    rows = layouts.check_answers(answers, LAYERS, TOKENS)
-    assert layouts.check_own_logits(answers, logits) == rows * LAYERS
-    assert layouts.check_reference(answers, route(logits), logits)["differ"] == 0
+    rows = check_answers(answers, LAYERS, TOKENS)
+    assert check_own_logits(answers, logits) == rows * LAYERS
+    assert check_reference(answers, route(logits), logits)["differ"] == 0
 
 
 def test_a_wrong_expert_is_noticed() -> None:
@@ -65,7 +74,7 @@ def test_a_wrong_expert_is_noticed() -> None:
     answers = route(logits)
     exchange(answers[1], 200, 1, logits, 1)
     with pytest.raises(Failed, match=r"prompt 1, layer 1: 1 of 302 rows .* position 200"):
-        layouts.check_own_logits(answers, logits)
+        check_own_logits(answers, logits)
 
 
 def test_rows_one_position_late_are_noticed() -> None:
@@ -73,17 +82,17 @@ def test_rows_one_position_late_are_noticed() -> None:
     answers = route(logits)
     answers[3].rows = np.roll(answers[3].rows, 1, axis=0)
     with pytest.raises(Failed, match="prompt 3, layer 0"):
-        layouts.check_own_logits(answers, logits)
+        check_own_logits(answers, logits)
 
 
 def test_a_repeated_expert_and_missing_rows_are_noticed() -> None:
     answers = route(make_logits())
     answers[0].rows[2, 1, 0] = answers[0].rows[2, 1, 1]
     with pytest.raises(Failed, match="prompt 0: an expert twice"):
-        layouts.check_answers(answers, LAYERS, TOKENS)
+        check_answers(answers, LAYERS, TOKENS)
     answers[0].rows = answers[0].rows[1:]
     with pytest.raises(Failed, match="prompt 0: 6 rows"):
-        layouts.check_answers(answers, LAYERS, TOKENS)
+        check_answers(answers, LAYERS, TOKENS)
 
 
 def test_close_decisions_may_differ_from_one_gpu() -> None:
@@ -93,7 +102,7 @@ def test_close_decisions_may_differ_from_one_gpu() -> None:
     exchange(answers[1], 200, 0, logits, 1)
     # Another expert in an earlier layer turns later layers, at this and later positions.
     answers[1].rows[250, 1] = np.setdiff1d(np.arange(EXPERTS), reference[1].rows[250, 1])[:TOP_K]
-    result = layouts.check_reference(answers, reference, logits)
+    result = check_reference(answers, reference, logits)
     assert (result["differ"], result["first_differ"]) == (2, 1)
     assert result["greatest_margin"] == pytest.approx(0.001, rel=0.01)
 
@@ -103,11 +112,11 @@ def test_decisions_that_are_not_close_must_not_differ() -> None:
     answers = route(logits)
     answers[1].rows[100, 1] = np.setdiff1d(np.arange(EXPERTS), answers[1].rows[100, 1])[:TOP_K]
     with pytest.raises(Failed, match="margin"):
-        layouts.check_reference(answers, route(logits), logits)
+        check_reference(answers, route(logits), logits)
 
 
 def write_rank(folder: Path, tp: int, logits: np.ndarray, positions: np.ndarray) -> None:
-    first = layouts.make_prompts()[0][0]
+    first = cells.make_prompts()[0][0]
     meta = {
         "ranks": {"dp": 0, "pp": 0, "tp": tp},
         "moved": False,
@@ -124,7 +133,7 @@ def test_chunks_of_sequence_parallel_ranks_are_joined(tmp_path: Path) -> None:
     logits = np.arange(4 * EXPERTS, dtype=np.float32).reshape(4, EXPERTS)
     for rank in range(2):
         write_rank(tmp_path, rank, logits[2 * rank : 2 * rank + 2], np.array([4, 5, 6]))
-    gathered, _ = layouts.gather_logits(tmp_path)
+    gathered, _ = gather_logits(tmp_path)
     np.testing.assert_array_equal(gathered[0][1][4:7], logits[:3])
     assert np.isnan(gathered[0][1][:4]).all()
 
@@ -134,7 +143,7 @@ def test_cell_that_wants_more_gpus_than_there_are_is_unverified(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     arguments = argparse.Namespace(out=tmp_path / "out", minutes=1, device="cuda")
-    run = layouts.Run(arguments, tmp_path)
+    run = program.Run(arguments, tmp_path)
     result = run.run("tp2", 0, "float32")["result"]
     assert result == "unverified: wants 2 GPUs, this host has 1"
     assert result in (tmp_path / "out" / "layouts.md").read_text()

@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from examples.demo.checkpoint import make_checkpoint  # noqa: E402
-from examples.shapes import GPT_OSS  # noqa: E402
+from harness.checkpoint import make_checkpoint  # noqa: E402
+from harness.shapes import GPT_OSS  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.process import KEEPER
 from tools.common.files import replacing
 from tools.upstream.hubcache import make_hub
 
-# Ends everything that a test file started, servers in sessions of their own included.
-KEEPER = Path(__file__).resolve().with_name("keeper.py")
 # The name of what stands for a file that gave no results.
 WHOLE_FILE = "(the whole file)"
 

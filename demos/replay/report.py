@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the comparison says, as a table on the terminal and as a record to keep."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+from rich.table import Table
+
+from demos.replay.mismatch import RESAMPLES, Gain, Mismatch
+from examples.client import Completion
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: what was sampled, and the trainer's mismatch in each of three ways.
+
+    Attributes:
+        completions: of the server, in float32.
+        router_std: standard deviation of the routers' weights.
+        control: the trainer in float32 with its own routes.
+        plain, replayed: the trainer in bfloat16, with its own routes and the server's.
+        gain: how many times nearer `replayed` is.
+    """
+
+    completions: Sequence[Completion]
+    router_std: float
+    control: Mismatch
+    plain: Mismatch
+    replayed: Mismatch
+    gain: Gain
+
+
+# Float32 on both sides leaves rounding: far less than this part of what bfloat16 does.
+MAX_CONTROL = 0.1
+
+WAYS = ("float32,\nown routes", "bfloat16,\nown routes", "bfloat16,\nserver's routes")
+
+LINES: dict[str, Callable[[Mismatch], str]] = {
+    "mean distance": lambda m: f"{m.mean:#.2g}",
+    "median distance": lambda m: f"{np.median(np.abs(m.deltas)):#.2g}",
+    "greatest distance": lambda m: f"{np.abs(m.deltas).max():#.2g}",
+    "KL divergence (k3), nats": lambda m: f"{m.k3:#.2g}",
+    "importance ratio": lambda m: "{:.3f} to {:.3f}".format(*m.ratios),
+    "tokens whose own choice differs": lambda m: f"{100 * m.tokens:.1f} %",
+    "decisions that differ": lambda m: f"{100 * m.decisions:.2f} %",
+}
+
+
+def table(result: Result) -> Table:
+    """The table the program prints: one column for each way to compute."""
+    made = Table(
+        title=f"Distance of a trainer's log-probs from the server's, {result.plain.deltas.size:,} "
+        f"sampled tokens",
+        title_style="bold",
+        title_justify="left",
+    )
+    made.add_column()
+    for way in WAYS:
+        made.add_column(way, justify="right")
+    for label, cells in _lines(result):
+        made.add_row(label, *cells)
+    return made
+
+
+def verdict(result: Result) -> str:
+    """The result in one sentence."""
+    return (
+        f"replay brings the mean distance from {result.plain.mean:#.2g} to "
+        f"{result.replayed.mean:#.2g}: "
+        f"{result.gain} times nearer, 95 % interval"
+    )
+
+
+def faults(result: Result) -> list[str]:
+    """Every reason, a clause each, why the comparison fails; empty if it passes."""
+    found = []
+    if result.control.mean > MAX_CONTROL * result.replayed.mean:
+        found.append(f"even in float32 the mean distance is {result.control.mean:.2g}")
+    if result.gain.low <= 1:
+        found.append(f"replay is not clearly nearer to the server: {result.gain} times")
+    return found
+
+
+def record(result: Result) -> str:
+    """Markdown: what was run, with what, and what came out."""
+    completions = result.completions
+    rows = sum(len(c.rows) for c in completions)
+    layers, top_k = completions[0].rows.shape[1:]
+    versions = ", ".join(f"{p} {version(p)}" for p in ("vllm", "transformers", "torch", "numpy"))
+    way, *ways = (w.replace("\n", " ") for w in ("", *WAYS))
+    lines = [
+        f"{versions}, Python {platform.python_version()}.",
+        f"{len(completions)} completions, {result.plain.deltas.size:,} sampled tokens, "
+        f"{rows:,} rows of {layers} layers × top-{top_k}; routers' weights of standard deviation "
+        f"{result.router_std:g}.",
+        "",
+        "| " + " | ".join([way, *ways]) + " |",
+        "| --- " * (1 + len(ways)) + "|",
+        *("| " + " | ".join([label, *cells]) + " |" for label, cells in _lines(result)),
+        "",
+        f"{verdict(result)[0].upper()}{verdict(result)[1:]} (bootstrap over completions, "
+        f"{RESAMPLES:,} resamples).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(result: Result) -> list[tuple[str, list[str]]]:
+    ways = (result.control, result.plain, result.replayed)
+    return [(label, [show(way) for way in ways]) for label, show in LINES.items()]

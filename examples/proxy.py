@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A proxy before a prefill and a decode engine (P/D disaggregation): one answer, all rows.
+
+    python -m examples.proxy --prefill URL --decode URL [--port PORT]
+
+It asks the prefill engine for one token, whose answer has the rows of the prompt. Then it asks
+the decode engine, which receives the prompt's KV, for the whole answer. Rows of this one begin
+behind what was received, and `routed_experts_start` says where: those before it are put in front.
+Streamed and not, for /inference/v1/generate, /v1/completions and /v1/chat/completions. Requests
+without rows pass as well.
+
+Both engines want `--enable-return-routed-experts`. The parameters that the prefill engine's KV
+connector answers with, as NIXL's does, go to the decode engine, and are good for one prompt and one
+choice: requests for more get status 400. A connector that finds KV by its tokens answers none: the
+decode engine is told to receive what there is. Mooncake's connector wants a transfer id and an
+address from its proxy, which this one does not make.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import io
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from examples.client import Rows, decode_rows
+
+GENERATE = "/inference/v1/generate"
+PATHS = (GENERATE, "/v1/completions", "/v1/chat/completions")
+# Headers of a request that both engines get.
+HEADERS = ("authorization", "x-request-id")
+
+
+class ProxyError(Exception):
+    """The engines' answers make no answer; the text says why, in one sentence."""
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """What the prefill engine returned for one prompt of P tokens.
+
+    Attributes:
+        rows: (P - start, L, K) uint8 or uint16.
+        start: position of the first row.
+        moe_layers: the decoder layers that route.
+    """
+
+    rows: Rows
+    start: int
+    moe_layers: list[int]
+
+    @classmethod
+    def read(cls, choice: Mapping[str, Any]) -> PromptRows | None:
+        """Of the prefill engine's answer; None if it has no rows.
+
+        Raises:
+            ProxyError: rows that cannot be read.
+        """
+        if choice.get("routed_experts") is None:
+            return None
+        try:
+            rows = decode_rows(choice["routed_experts"])
+            return cls(rows, int(choice["routed_experts_start"]), choice["moe_layers"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise ProxyError(f"rows of the prefill engine cannot be read: {e}") from e
+
+    def put_before(self, choice: Mapping[str, Any]) -> dict[str, Any]:
+        """Join with the decode engine's rows.
+
+        Args:
+            choice: of the decode engine's answer, or of the chunk of a stream with the choice's
+                first rows.
+
+        Returns:
+            The choice with contiguous rows from `start` on.
+
+        Raises:
+            ProxyError: rows that cannot be read or joined, or that leave a gap.
+        """
+        behind = PromptRows.read(choice)
+        if behind is None:
+            raise ProxyError("the decode engine returned no rows, the prefill engine did")
+        ours, theirs = ((*p.rows.shape[1:], p.rows.dtype, p.moe_layers) for p in (self, behind))
+        if ours != theirs:
+            raise ProxyError(
+                f"the engines' rows do not join: {self.rows.dtype} of {self.rows.shape[1:]} and "
+                f"{behind.rows.dtype} of {behind.rows.shape[1:]}, moe_layers {self.moe_layers} "
+                f"and {behind.moe_layers}"
+            )
+        end = self.start + len(self.rows)
+        if behind.start > end:
+            raise ProxyError(
+                f"rows leave a gap: the prefill engine's end before position {end}, the decode "
+                f"engine's begin at {behind.start}"
+            )
+        before = self.rows[: max(0, behind.start - self.start)]
+        return {
+            **choice,
+            "routed_experts": _encode(np.concatenate([before, behind.rows])),
+            "routed_experts_start": min(self.start, behind.start),
+        }
+
+
+class Joiner:
+    """Joins one answer's choices: the n choices of a prompt share its rows."""
+
+    def __init__(self, prefilled: Mapping[str, Any], n: int) -> None:
+        """Read the prefill engine's answer, which has one choice for each prompt.
+
+        Raises:
+            ProxyError: it cannot be read.
+        """
+        try:
+            choices = sorted(prefilled["choices"], key=lambda choice: int(choice["index"]))
+        except (KeyError, TypeError, ValueError) as e:
+            raise ProxyError(f"the prefill engine's answer cannot be read: {e}") from e
+        self._prompts = [PromptRows.read(choice) for choice in choices]
+        self._n = n
+        self.num_choices = n * len(choices)
+        self._joined: set[int] = set()
+        self._seen: set[int] = set()
+
+    def join(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A choice of the decode engine's answer, or of a chunk, with all rows so far.
+
+        Raises:
+            ProxyError: as `PromptRows.put_before`, and for rows of the decode engine alone.
+        """
+        index = int(choice["index"])
+        self._seen.add(index)
+        if choice.get("routed_experts") is None or index in self._joined:
+            return choice
+        prompt = self._prompts[index // self._n]
+        if prompt is None:
+            raise ProxyError("the prefill engine returned no rows, the decode engine did")
+        self._joined.add(index)
+        return prompt.put_before(choice)
+
+    def end(self) -> None:
+        """See that no choice lacks the rows that its prompt has.
+
+        Raises:
+            ProxyError: one does.
+        """
+        if any(self._prompts) and self._seen - self._joined:
+            raise ProxyError("the decode engine returned no rows, the prefill engine did")
+
+
+def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request for the prefill engine: the same prompts, one token each, not streamed."""
+    # At least one token as well: a request that ends by itself sends no KV.
+    short = {"max_tokens": 1, "min_tokens": 1, "n": 1}
+    made = {**body, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+    made.pop("stream_options", None)
+    if path == GENERATE:
+        return {**made, "sampling_params": {**body["sampling_params"], **short}}
+    made.pop("max_completion_tokens", None)  # chat's other name for max_tokens
+    return {**made, **short}
+
+
+def decode_body(body: Mapping[str, Any], prefilled: Mapping[str, Any]) -> dict[str, Any]:
+    """The request for the decode engine: as it came, and to receive the prompt's KV."""
+    params = prefilled.get("kv_transfer_params") or {"do_remote_prefill": True}
+    return {**body, "kv_transfer_params": params}
+
+
+def make_app(prefill: str, decode: str) -> FastAPI:
+    """The proxy.
+
+    Args:
+        prefill, decode: URLs of the two engines, without a path.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # Engines are neighbours: no proxy of the environment's. They may think for long, for
+        # many requests at once. A connection is not used again: vLLM closes it after a refusal
+        # without a word, which would fail the request after.
+        async with httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=10),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+        ) as client:
+            app.state.client = client
+            yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    async def answer(request: Request) -> Response:
+        path, client = request.url.path, request.app.state.client
+        try:
+            body = await request.json()
+            n = int((body["sampling_params"] if path == GENERATE else body).get("n") or 1)
+            first_body = prefill_body(path, body)
+        except (ValueError, TypeError, AttributeError, KeyError) as e:
+            return _error(400, f"the request is no JSON object of this endpoint: {e!r}")
+        headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        try:
+            first = await client.post(prefill + path, json=first_body, headers=headers)
+            if first.status_code != 200:
+                return _pass_on(first)
+            prefilled = first.json()
+            joiner = Joiner(prefilled, n)
+            if prefilled.get("kv_transfer_params") and joiner.num_choices > 1:
+                # They are those of the first prompt, and good for one reader.
+                return _error(
+                    400,
+                    f"the request is for {joiner.num_choices} choices, and the engines' KV "
+                    "connector hands the KV to one: send one request for each",
+                )
+            sent = client.build_request(
+                "POST", decode + path, json=decode_body(body, prefilled), headers=headers
+            )
+            reply = await client.send(sent, stream=True)
+            if body.get("stream") and reply.status_code == 200:
+                return StreamingResponse(_stream(reply, joiner), media_type="text/event-stream")
+            await reply.aread()
+            if reply.status_code != 200:
+                return _pass_on(reply)
+            joined = _join(reply.json(), joiner)
+            joiner.end()
+            return JSONResponse(joined)
+        except httpx.HTTPError as e:
+            return _error(502, _tell(e))
+        except ProxyError as e:
+            return _error(502, str(e))
+        except ValueError as e:
+            return _error(502, f"an engine's answer is no JSON: {e}")
+
+    for path in PATHS:
+        app.post(path)(answer)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    return app
+
+
+@contextlib.contextmanager
+def running(prefill: str, decode: str) -> Iterator[str]:
+    """Run the proxy in a thread, on a free loopback port; gives its URL."""
+    config = uvicorn.Config(
+        make_app(prefill, decode), host="127.0.0.1", port=0, log_level="warning"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise ProxyError("the proxy did not start")
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+async def _stream(reply: httpx.Response, joiner: Joiner) -> AsyncIterator[str]:
+    """The decode engine's events with rows joined; an error is an event, as vLLM's own are."""
+    try:
+        async for line in reply.aiter_lines():
+            data = line.removeprefix("data: ")
+            if data == line:
+                pass
+            elif data == "[DONE]":
+                joiner.end()
+            else:
+                line = "data: " + json.dumps(_join(json.loads(data), joiner))
+            yield line + "\n"
+    except (httpx.HTTPError, ProxyError, ValueError) as e:
+        told = _tell(e) if isinstance(e, httpx.HTTPError) else str(e)
+        yield f"data: {json.dumps(_error_body(502, told))}\n\ndata: [DONE]\n\n"
+    finally:
+        await reply.aclose()
+
+
+def _join(decoded: Mapping[str, Any], joiner: Joiner) -> dict[str, Any]:
+    """A whole answer, or a chunk of one."""
+    try:
+        return {**decoded, "choices": [joiner.join(choice) for choice in decoded["choices"]]}
+    except (KeyError, TypeError, IndexError) as e:
+        if "error" in decoded:
+            return dict(decoded)
+        raise ProxyError(f"the decode engine's answer cannot be read: {e!r}") from e
+
+
+def _pass_on(reply: httpx.Response) -> Response:
+    """An engine's refusal, as it is."""
+    return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
+
+
+def _tell(error: httpx.HTTPError) -> str:
+    try:
+        where = f" {error.request.url}"
+    except RuntimeError:  # it has none
+        where = ""
+    return f"the engine{where} gave no answer: {error or type(error).__name__}"
+
+
+def _error_body(status: int, told: str) -> dict[str, Any]:
+    return {"error": {"message": told, "type": "ProxyError", "param": None, "code": status}}
+
+
+def _error(status: int, told: str) -> JSONResponse:
+    return JSONResponse(_error_body(status, told), status)
+
+
+def _encode(rows: Rows) -> str:
+    file = io.BytesIO()
+    np.save(file, rows, allow_pickle=False)
+    return base64.b64encode(file.getbuffer()).decode()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the proxy until it is stopped."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.proxy",
+        description="Join the rows of a prefill and a decode engine into one answer.",
+    )
+    parser.add_argument("--prefill", required=True, help="URL of the prefill engine")
+    parser.add_argument("--decode", required=True, help="URL of the decode engine")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    args = parser.parse_args(argv)
+    app = make_app(args.prefill.rstrip("/"), args.decode.rstrip("/"))
+    uvicorn.run(app, host=args.host, port=args.port)
+
+
+if __name__ == "__main__":
+    main()

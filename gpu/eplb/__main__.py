@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous EPLB on two GPUs (DP 2, EP 2) beside the same without EPLB, and its worker killed.
+
+    python -m gpu.eplb --out DIR
+
+Each rank is an offline engine in a process of its own, on a small random checkpoint with spread
+routers, in float32 without TF32: where experts are placed decides in which order two GPUs' sums are
+added, which in bfloat16 would be enough to route a token otherwise. Both modes get the same
+prompts, all at once, so their batches are the same. Then rank 0's worker thread is killed, and both
+ranks' engines must raise its error and end.
+
+`--device cpu` rehearses all of it: vLLM has no EPLB there, so one of other weights stands beside
+the model, and its rebalances change nothing of the outputs.
+
+Writes `off-<rank>.json`, `on-<rank>.json` with `.npz` beside them, logs, and `result.json`, which
+holds what was found and `"good"`; the exit status is 0 if it is true. A rank that fails ends the
+run, and the last lines of all logs are told. Everything is bounded: ``--minutes`` for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import hosts
+from harness.checkpoint import make_checkpoint
+from harness.process import Kept, free_port
+
+WORLD_SIZE = 2
+NUM_EXPERTS = 64
+REDUNDANT_EXPERTS = 4
+INTERMEDIATE_SIZE = 128
+STAND_IN_LAYERS = 2
+LEAST_REBALANCES = 4
+LEAST_EQUAL_SEQUENCES = 0.97
+LEAST_EQUAL_ROWS = 0.999
+PASSED_ON = (
+    "checkpoint",
+    "device",
+    "communicator",
+    "requests",
+    "rounds",
+    "max_tokens",
+    "step_interval",
+)
+
+ENVIRONMENT = {
+    **hosts.environment(),
+    # The engine's core in this process, so that its errors arrive with their text.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Triton would round float32 factors to TF32: noise of another order of sums, multiplied.
+    "TRITON_F32_DEFAULT": "ieee",
+}
+
+
+def prompts(rank: int, round_: int, count: int) -> list[list[int]]:
+    """Another part of the vocabulary in each round, so that the load moves."""
+    rng = np.random.default_rng(100 * round_ + rank)
+    first = 4 + 150 * (round_ % 4)
+    return [rng.integers(first, first + 150, rng.integers(16, 200)).tolist() for _ in range(count)]
+
+
+def eplb_config(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "use_async": True,
+        "step_interval": args.step_interval,
+        "window_size": max(1, args.step_interval // 2),
+        "num_redundant_experts": REDUNDANT_EXPERTS,
+        "communicator": args.communicator,
+    }
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": args.requests,
+        "enable_prefix_caching": False,
+        "enable_return_routed_experts": True,
+        "async_scheduling": False,
+        "worker_extension_cls": "gpu.eplb.watch.Watch",
+        "seed": 0,
+    }
+    if args.device == "cpu":
+        return {**options, "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+    options |= {
+        "attention_config": {"backend": "TRITON_ATTN"},
+        "enable_expert_parallel": True,
+        "gpu_memory_utilization": 0.3,
+        "enforce_eager": args.eager,
+    }
+    if not args.eager:
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    if args.mode == "on":
+        options |= {"enable_eplb": True, "eplb_config": eplb_config(args)}
+    return options
+
+
+def choose_tiles(folder: Path) -> None:
+    """One choice for all batches and both numbers of local experts: then sums over weights have
+    one order. Small, since float32 that is not TF32 is multiplied without tensor cores."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
+
+    tiles = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
+    tiles |= {"SPLIT_K": 1, "num_warps": 4, "num_stages": 2}
+    folder.mkdir(exist_ok=True)
+    for experts in (NUM_EXPERTS, NUM_EXPERTS + REDUNDANT_EXPERTS):
+        name = get_config_file_name(experts // WORLD_SIZE, INTERMEDIATE_SIZE, "float32")
+        (folder / name).write_text(json.dumps({"1": tiles}))
+    os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(folder)
+
+
+def generate(llm: Any, args: argparse.Namespace, round_: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens)
+    inputs = [{"prompt_token_ids": tokens} for tokens in prompts(args.rank, round_, args.requests)]
+    return llm.generate(inputs, sampling, use_tqdm=False)
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """One rank, in a process of its own."""
+    faulthandler.dump_traceback_later(60 * args.minutes, exit=True)
+    from vllm import LLM
+
+    choose_tiles(args.out / f"tiles-{args.mode}-{args.rank}")
+    start = time.monotonic()
+    llm = LLM(str(args.checkpoint), **engine_options(args))
+    found: dict[str, Any] = {"start_s": round(time.monotonic() - start, 1)}
+    if args.mode == "on":
+        if args.device == "cpu":
+            stand_in = (eplb_config(args), NUM_EXPERTS, STAND_IN_LAYERS)
+            llm.collective_rpc("stand_in_eplb", args=stand_in)
+        llm.collective_rpc("watch_eplb")
+
+    tokens, rows = [], []
+    start = time.monotonic()
+    for round_ in range(args.rounds):
+        for output in generate(llm, args, round_):
+            tokens.append(output.outputs[0].token_ids)
+            rows.append(output.outputs[0].routed_experts)
+    found["generate_s"] = round(time.monotonic() - start, 1)
+    np.savez(
+        args.out / f"{args.mode}-{args.rank}.npz",
+        tokens=np.array(tokens),
+        prompt_lens=np.array([len(row) + 1 - args.max_tokens for row in rows]),
+        rows=np.concatenate(rows),
+    )
+    if args.mode == "on":
+        found |= llm.collective_rpc("eplb_found")[0]
+        if args.rank == 0:
+            llm.collective_rpc("kill_eplb_thread")
+        start = time.monotonic()
+        try:
+            generate(llm, args, args.rounds)
+            found["error"] = None
+        except Exception as error:
+            found["error"] = str(error)
+            found["traceback"] = traceback.format_exc()
+        found["error_s"] = round(time.monotonic() - start, 1)
+        found["worker_alive"] = llm.collective_rpc("eplb_found")[0]["worker_alive"]
+        start = time.monotonic()
+        llm.llm_engine.engine_core.shutdown()
+        found["shutdown_s"] = round(time.monotonic() - start, 1)
+    (args.out / f"{args.mode}-{args.rank}.json").write_text(json.dumps(found, indent=1))
+    # A rank that leaves takes its collectives along, and groups of one that has raised are not
+    # worth an orderly end.
+    while not all((args.out / f"{args.mode}-{r}.json").exists() for r in range(WORLD_SIZE)):
+        time.sleep(0.05)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_mode(mode: str, args: argparse.Namespace, deadline: float) -> list[dict[str, Any] | None]:
+    """What each rank found; None for one that wrote nothing."""
+    port = free_port()
+    files = [args.out / f"{mode}-{rank}.json" for rank in range(WORLD_SIZE)]
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(WORLD_SIZE):
+            environment = {**ENVIRONMENT, **hosts.data_parallel(rank, WORLD_SIZE, port)}
+            if args.device == "cpu":
+                cores = os.cpu_count() or 1
+                environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0|{1 % cores}"
+            elif not args.eager:
+                environment["TORCH_COMPILE_DISABLE"] = "0"
+            left = max(0.2, (deadline - time.monotonic()) / 60)
+            command = [sys.executable, "-m", "gpu.eplb", "--mode", mode, "--rank", str(rank)]
+            command += ["--minutes", f"{left:.2f}", "--out", str(args.out)]
+            for name in PASSED_ON:
+                command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+            command += ["--eager"] * args.eager
+            kept = Kept(command, args.out / f"{mode}-{rank}.log", environment)
+            ranks.append(stack.enter_context(kept))
+        while any(rank.poll() is None for rank in ranks):
+            time.sleep(0.2)
+            if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
+                # The others would wait for it.
+                break
+        if not all(file.exists() for file in files):
+            for number, rank in enumerate(ranks):
+                print(f"--- {mode}-{number}, status {rank.poll()}: {rank.first_error()}")
+                print(rank.tail(60), flush=True)
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def compare(args: argparse.Namespace, rank: int) -> dict[str, Any]:
+    """Sequences without and with EPLB, and rows of the tokens that both have in common."""
+    off, on = (np.load(args.out / f"{mode}-{rank}.npz") for mode in ("off", "on"))
+    same_prompts = np.array_equal(off["prompt_lens"], on["prompt_lens"])
+    equal = (off["tokens"] == on["tokens"]).all(axis=1)
+    bounds = np.cumsum(off["prompt_lens"] + args.max_tokens - 1)[:-1]
+    rows = []
+    for data in (off, on):
+        sequences = np.split(data["rows"], bounds)
+        # Nothing, in front, so that there is something if no sequence is equal.
+        chosen = [data["rows"][:0], *(s for s, same in zip(sequences, equal, strict=True) if same)]
+        rows.append(np.sort(np.concatenate(chosen), -1))
+    return {
+        "same_prompts": bool(same_prompts),
+        "sequences": len(equal),
+        "equal_sequences": float(equal.mean()),
+        "rows": int(rows[0].shape[0] * rows[0].shape[1]),
+        "equal_rows": float((rows[0] == rows[1]).all(-1).mean()) if rows[0].size else 0.0,
+        "largest_id": int(on["rows"].max()),
+    }
+
+
+def judge(
+    args: argparse.Namespace, on: list[dict[str, Any]], compared: list[dict[str, Any]]
+) -> Any:
+    """What must be true, by name."""
+    verdict = {
+        "outputs equal": all(c["equal_sequences"] >= LEAST_EQUAL_SEQUENCES for c in compared),
+        "rows equal": all(
+            c["same_prompts"] and c["equal_rows"] >= LEAST_EQUAL_ROWS for c in compared
+        ),
+        "ids are logical": all(c["largest_id"] < NUM_EXPERTS for c in compared),
+    }
+    rebalances = [rank["moved_layers"] / rank["layers"] for rank in on]
+    message = "The async EPLB worker of EP rank 0 has failed"
+    return verdict | {
+        "several rebalances": min(rebalances) >= LEAST_REBALANCES and on[0]["moved_experts"] > 0,
+        "ranks agree": on[0]["map"] == on[1]["map"] and len(set(rebalances)) == 1,
+        "no error before": all(rank["worker_error"] == "None" for rank in on),
+        "error on every rank": all(
+            message in (rank["error"] or "") and "SystemExit" in rank["error"] for rank in on
+        ),
+        "workers ended": not any(rank["worker_alive"] for rank in on),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=3.8)
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal"
+    )
+    parser.add_argument("--communicator", default="torch_gloo")
+    parser.add_argument("--requests", type=int, default=32, help="of a rank and round, at once")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--step-interval", type=int, default=16, help="steps between rebalances")
+    parser.add_argument(
+        "--eager", action="store_true", help="neither torch.compile nor CUDA graphs"
+    )
+    parser.add_argument("--mode", choices=["off", "on"], help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.mode:
+        run_rank(args)
+
+    deadline = time.monotonic() + 60 * args.minutes
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for stale in args.out.glob("o*-*.*"):
+        stale.unlink()
+    args.checkpoint = make_checkpoint(
+        args.out / "checkpoint",
+        hidden_size=256,
+        head_dim=64,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=8,
+        moe_intermediate_size=INTERMEDIATE_SIZE,
+    )
+    result: dict[str, Any] = {}
+    for mode in ("off", "on"):
+        result[mode] = run_mode(mode, args, deadline)
+        if None in result[mode]:
+            break
+    else:
+        result["compared"] = [compare(args, rank) for rank in range(WORLD_SIZE)]
+        result["verdict"] = judge(args, result["on"], result["compared"])
+    result["good"] = all(result.get("verdict", {"ran": False}).values())
+    (args.out / "result.json").write_text(json.dumps(result, indent=1))
+    told = {k: result.get(k) for k in ("compared", "verdict", "good")}
+    for rank in result.get("on", []):
+        told.setdefault("on", []).append({k: v for k, v in (rank or {}).items() if k != "map"})
+    print(json.dumps(told, indent=1))
+    return 0 if result["good"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers and router logits of a layout, and the two comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu.layouts.cells import LENGTHS, OPTIONS, asks, make_prompts
+
+MARGIN = 0.1
+
+
+class Failed(Exception):
+    """The cell's engines did not do what was asked."""
+
+
+@dataclasses.dataclass
+class Answer:
+    tokens: list[int]
+    rows: Any
+    start: int
+    layers: tuple[int, ...]
+
+
+def save_answer(
+    scratch: Path, index: int, tokens: list[int], rows: Any, start: Any, layers: Any
+) -> None:
+    record: dict[str, Any] = {"tokens": np.array(tokens)}
+    if rows is not None:
+        record.update(rows=rows, start=np.array(start), layers=np.array(layers))
+    np.savez(scratch / f"answer-{index}.npz", **record)
+
+
+def read_answers(scratch: Path) -> dict[int, Answer]:
+    answers = {}
+    for index in range(len(LENGTHS)):
+        with np.load(scratch / f"answer-{index}.npz") as data:
+            there = "rows" in data
+            answers[index] = Answer(
+                data["tokens"].tolist(),
+                data["rows"] if there else None,
+                int(data["start"]) if there else 0,
+                tuple(data["layers"].tolist()) if there else (),
+            )
+    return answers
+
+
+# By prompt, then layer: (positions, experts) float32, NaN where nothing was recorded.
+Logits = dict[int, dict[int, Any]]
+
+
+def gather_logits(scratch: Path) -> tuple[Logits, bool]:
+    """Put the ranks' records together; whether EPLB moved experts."""
+    by_first = {prompt[0]: i for i, prompt in enumerate(make_prompts())}
+    groups: dict[tuple[str, int], dict[tuple[int, int], Any]] = defaultdict(dict)
+    moved = False
+    for file in sorted(scratch.glob("logits*.npz")):
+        data = dict(np.load(file))
+        meta = json.loads(str(data.pop("meta")))
+        moved |= meta["moved"]
+        ranks = meta["ranks"]
+        groups[(file.name.split("-")[0], ranks["dp"])][(ranks["pp"], ranks["tp"])] = (meta, data)
+    if not groups:
+        raise Failed("no rank recorded anything")
+    logits: Logits = defaultdict(dict)
+    for members in groups.values():
+        steps = next(iter(members.values()))[0]["steps"]
+        assert all(meta["steps"] == steps for meta, _ in members.values())
+        for number, step in enumerate(steps):
+            layers = {
+                int(k.split("/")[1])
+                for _, data in members.values()
+                for k in data
+                if k.startswith(f"{number}/") and not k.endswith("positions")
+            }
+            positions = next(iter(members.values()))[1][f"{number}/positions"]
+            for layer in layers:
+                parts = [
+                    data[f"{number}/{layer}"]
+                    for _, (_, data) in sorted(members.items())
+                    if f"{number}/{layer}" in data
+                ]
+                # Each tensor parallel rank has all tokens, or its chunk of them.
+                whole = parts[0]
+                if len(whole) < len(positions):
+                    whole = np.concatenate(parts)[: len(positions)]
+                for prompt, begin, end in zip(
+                    step["first"], step["starts"], step["starts"][1:], strict=False
+                ):
+                    index = by_first[prompt]
+                    table = logits[index].setdefault(
+                        layer,
+                        np.full(
+                            (OPTIONS["max_model_len"], whole.shape[1]),
+                            np.nan,
+                            np.float32,
+                        ),
+                    )
+                    table[positions[begin:end]] = whole[begin:end]
+    return logits, moved
+
+
+def check_own_logits(answers: dict[int, Answer], logits: Logits) -> int:
+    """Every row is the top-k of its own ranks' logits; the number of decisions."""
+    decisions = 0
+    for index, answer in answers.items():
+        if answer.rows is None:
+            continue
+        for layer in answer.layers:
+            rows = answer.rows[:, layer].astype(np.int64)
+            own = logits[index][layer][: len(rows)]
+            if np.isnan(own).any():
+                raise Failed(f"prompt {index}, layer {layer}: tokens without recorded logits")
+            chosen = np.sort(np.take_along_axis(own, rows, 1), 1)
+            greatest = np.sort(own, 1)[:, -rows.shape[1] :]
+            wrong = ~np.isclose(chosen, greatest, rtol=1e-6, atol=1e-6).all(1)
+            if wrong.any():
+                raise Failed(
+                    f"prompt {index}, layer {layer}: {wrong.sum()} of {len(rows)} rows are not "
+                    f"the top-k of their logits, first at position {wrong.argmax()}"
+                )
+            decisions += len(rows)
+    return decisions
+
+
+def check_answers(answers: dict[int, Answer], num_layers: int, tokens: int) -> int:
+    """Who asked has all rows, of distinct experts, and nobody else; their number."""
+    count = 0
+    for index, answer in answers.items():
+        if not asks(index):
+            if answer.rows is not None:
+                raise Failed(f"prompt {index} did not ask and got rows")
+            continue
+        if answer.rows is None:
+            raise Failed(f"prompt {index} asked and got no rows")
+        wanted = LENGTHS[index] + tokens - 1
+        if answer.start or len(answer.rows) != wanted:
+            raise Failed(f"prompt {index}: {len(answer.rows)} rows from {answer.start}")
+        if answer.layers != tuple(range(num_layers)) or answer.rows.shape[1] != num_layers:
+            raise Failed(f"prompt {index}: layers {answer.layers} of {num_layers}")
+        if not (np.diff(np.sort(answer.rows.astype(int), axis=2), axis=2) > 0).all():
+            raise Failed(f"prompt {index}: an expert twice in one row")
+        count += wanted
+    return count
+
+
+def check_reference(
+    answers: dict[int, Answer], reference: dict[int, Answer], logits: Logits
+) -> dict[str, Any]:
+    """Compare rows with one GPU's, as far as the tokens are the same; `logits` are those of the
+    one GPU."""
+    decisions = differ = first = 0
+    worst = 0.0
+    for index, answer in answers.items():
+        if answer.rows is None:
+            continue
+        pairs = zip(answer.tokens, reference[index].tokens, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(answer.tokens))
+        length = min(LENGTHS[index] + same, len(answer.rows), len(reference[index].rows))
+        got = np.sort(answer.rows[:length].astype(int), 2)
+        want = np.sort(reference[index].rows[:length].astype(int), 2)
+        wrong = (got != want).any(2)
+        decisions += wrong.size
+        differ += int(wrong.sum())
+        for position, layer in zip(*wrong.nonzero(), strict=True):
+            # What an earlier layer turned, here or at a position before, turns later ones.
+            if wrong[: position + 1, :layer].any():
+                continue
+            first += 1
+            ordered = np.sort(logits[index][int(layer)][position])
+            k = got.shape[2]
+            worst = max(worst, float(ordered[-k] - ordered[-k - 1]))
+    if worst >= MARGIN:
+        raise Failed(f"differs from one GPU at a margin of {worst:.3g}, {first} first differences")
+    return {
+        "against_one": decisions,
+        "differ": differ,
+        "first_differ": first,
+        "greatest_margin": worst,
+    }

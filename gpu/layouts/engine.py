@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One offline engine of a layout, in a process of its own.
+
+python -m gpu.layouts.engine SPEC.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu.layouts.answers import save_answer
+from gpu.layouts.cells import LENGTHS, asks, make_prompts
+
+
+def run_engine(spec: dict[str, Any]) -> None:
+    """One engine; all of a data parallel group run this at once."""
+    scratch = Path(spec["scratch"])
+    rank, size = spec["rank"], spec["dp"]
+    try:
+        from vllm import LLM, SamplingParams
+
+        llm = LLM(spec["model"], **spec["options"])
+    except Exception as e:
+        (scratch / f"error-{rank}.txt").write_text(f"{type(e).__name__}: {e}")
+        raise
+    if spec["spread"]:
+        llm.collective_rpc("spread_routers", args=(spec["spread"],))
+    if spec["records"]:
+        llm.collective_rpc("record_start")
+    indices = range(rank, len(LENGTHS), size)
+    prompts = make_prompts()
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            max_tokens=spec["tokens"],
+            detokenize=False,
+            extra_args={"return_routed_experts": asks(i)},
+        )
+        for i in indices
+    ]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompts[i]} for i in indices], params, use_tqdm=False
+    )
+    for i, output in zip(indices, outputs, strict=True):
+        completion = output.outputs[0]
+        save_answer(
+            scratch,
+            i,
+            list(completion.token_ids),
+            completion.routed_experts,
+            getattr(completion, "routed_experts_start", 0),
+            getattr(completion, "moe_layers", None),
+        )
+    # A rank that leaves takes its collectives along: wait for the others.
+    (scratch / f"generated-{rank}").touch()
+    while len(list(scratch.glob("generated-*"))) < size:
+        time.sleep(0.1)
+    if spec["records"]:
+        llm.collective_rpc("record_flush", args=(str(scratch / f"logits{rank}"),))
+    (scratch / f"done-{rank}").touch()
+    while len(list(scratch.glob("done-*"))) < size:
+        time.sleep(0.1)
+    leave(llm)
+
+
+def leave(llm: Any) -> None:
+    """End the engine, but don't wait long for it: it has nothing more to say, and the keeper
+    ends what is left."""
+    shutdown = threading.Thread(target=llm.llm_engine.engine_core.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(10)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run_engine(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one layout: its offline engines or servers, until answers and logits are on disk."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu.layouts.answers import Failed, save_answer
+from gpu.layouts.cells import OPTIONS, Cell, asks, make_model, make_prompts
+from harness import hosts
+from harness.process import Kept
+from harness.server import Server, ServerError
+
+# Each is the first of 64 ports that nobody else here gets.
+PORTS = itertools.count(21000, 64)
+
+ENVIRONMENT = {
+    **hosts.environment(),
+    "VLLM_SERVER_DEV_MODE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+class Refused(Exception):
+    """The build refuses the layout at start."""
+
+
+def device_environment(device: str, gpus: int, slot: int, count: int) -> dict[str, str]:
+    """For `gpus` of the host's `count`; cells of other slots take others if they can."""
+    if device == "cuda":
+        first = slot % (count - gpus + 1)
+        visible = ",".join(str(i) for i in range(first, first + gpus))
+        return {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": visible}
+    cores = os.cpu_count() or 1
+    threads = "|".join(str(i % cores) for i in range(gpus))
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": threads} if gpus > 1 else {}
+    return {**ENVIRONMENT, **CPU_ENVIRONMENT, **binding}
+
+
+def run_cell(
+    cell: Cell,
+    dtype: str,
+    folder: Path,
+    scratch: Path,
+    environment: dict[str, str],
+    limit_s: float,
+) -> None:
+    """Run the layout; answers and logits are then in `scratch`.
+
+    Raises:
+        Refused: it does not start, and says that this is on purpose.
+        Failed: any other end.
+    """
+    began = time.monotonic()
+    model = make_model(cell.model, folder)
+    options: dict[str, Any] = {**OPTIONS, "dtype": cell.dtype or dtype, **cell.options}
+    if not options["enforce_eager"]:
+        environment["TORCH_COMPILE_DISABLE"] = "0"
+    if cell.model == "gptoss":
+        options |= {"load_format": "dummy", "dtype": "bfloat16"}
+    if cell.records:
+        options["worker_extension_cls"] = "harness.recorder.Recorder"
+    if cell.serve:
+        run_servers(cell, model, options, environment, scratch, limit_s)
+        return
+    port = next(PORTS)
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for rank in range(cell.dp):
+            spec = {
+                "model": str(model),
+                "options": options,
+                "rank": rank,
+                "dp": cell.dp,
+                "scratch": str(scratch),
+                "records": cell.records,
+                "tokens": cell.tokens,
+                "spread": 0.5 if cell.model == "gptoss" else 0,
+            }
+            spec_file = scratch / f"spec-{rank}.json"
+            spec_file.write_text(json.dumps(spec))
+            command = [sys.executable, "-m", "gpu.layouts.engine", str(spec_file)]
+            engine = Kept(
+                command,
+                scratch / f"engine-{rank}.log",
+                {**environment, **hosts.data_parallel(rank, cell.dp, port)},
+            )
+            engines.append(stack.enter_context(engine))
+        while not all((scratch / f"done-{rank}").exists() for rank in range(cell.dp)):
+            raise_refusal(scratch)
+            for error in scratch.glob("error-*.txt"):
+                causes = [engine.first_error() for engine in engines]
+                raise Failed(f"{error.read_text()} ({'; '.join(filter(None, causes))})")
+            for rank, engine in enumerate(engines):
+                if engine.poll() is not None and not (scratch / f"done-{rank}").exists():
+                    time.sleep(1)
+                    raise_refusal(scratch)
+                    raise Failed(engine.first_error() or engine.last_line() or "ended silently")
+            if time.monotonic() - began > limit_s:
+                raise Failed(f"not finished after {limit_s:.0f} s: {engines[0].last_line()}")
+            time.sleep(0.2)
+
+
+REFUSAL = re.compile(
+    r"(?:--enable-return-routed-experts|enable_return_routed_experts)"
+    r" (?:does not support|supports|found no) [^\n]*"
+)
+
+
+def raise_refusal(scratch: Path) -> None:
+    for log in scratch.glob("*.log"):
+        text = log.read_text(errors="replace")
+        if found := REFUSAL.findall(text):
+            raise Refused(found[-1].split(" [type=")[0])
+
+
+def run_servers(
+    cell: Cell,
+    model: Path,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    scratch: Path,
+    limit_s: float,
+) -> None:
+    arguments = []
+    # The server's prompts are ids too, but some of its endpoints want the tokenizer.
+    for name, value in {**options, "skip_tokenizer_init": False}.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            arguments.append(flag)
+        elif value is False:
+            arguments.append("--no-" + flag[2:])
+        else:
+            arguments.append(f"{flag}={value}")
+    rpc = [f"--data-parallel-rpc-port={next(PORTS)}", "--data-parallel-address=127.0.0.1"]
+    servers: list[Server] = []
+    prompts = make_prompts()
+
+    def start(number: int) -> Server:
+        more, own = [], {}
+        if len(cell.serve) > 1:
+            more = rpc
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            own = {"CUDA_VISIBLE_DEVICES": visible[number % len(visible)]}
+        server = Server(
+            model,
+            scratch / f"server-{number}.log",
+            [*arguments, *cell.serve[number], *more],
+            environment | own,
+            timeout_s=limit_s * 0.8,
+        )
+        return server.__enter__()
+
+    def ask(index: int) -> None:
+        server = servers[index % len(servers)]
+        answer = server.generate(
+            prompts[index],
+            max_tokens=cell.tokens,
+            ignore_eos=True,
+            extra_args={"return_routed_experts": asks(index)},
+        )
+        save_answer(
+            scratch,
+            index,
+            list(answer.token_ids),
+            answer.rows,
+            answer.start,
+            list(answer.moe_layers),
+        )
+
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(12) as pool:
+        try:
+            starting = [pool.submit(start, n) for n in range(len(cell.serve))]
+            for future in concurrent.futures.as_completed(starting):
+                if error := future.exception():
+                    raise error
+            for future in starting:
+                servers.append(future.result())
+                stack.callback(servers[-1].stop)
+            for server in servers:
+                server.post("/collective_rpc", {"method": "record_start"})
+            list(pool.map(ask, range(len(prompts))))
+            for n, server in enumerate(servers):
+                server.post(
+                    "/collective_rpc",
+                    {"method": "record_flush", "args": [str(scratch / f"logits{n}")]},
+                )
+        except ServerError as e:
+            raise_refusal(scratch)
+            raise Failed(str(e)) from e
+        finally:
+            for future in starting:
+                if future.done() and not future.exception():
+                    future.result().stop()

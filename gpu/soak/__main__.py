@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A soak on several GPUs, data and expert parallel: does anything stall, slow down or grow?
+
+    python -m gpu.soak run --build-label pristine --model qwen3 --minutes 5 --out DIR
+    python -m gpu.soak run --build-label patched --model qwen3 --minutes 5 --out DIR
+    python -m gpu.soak run --build-label patched --gpus 4 --tp 2 --minutes 5 --out DIR
+    python -m gpu.soak plot DIR/*.json --out DIR/soak.png
+
+`run` starts offline engines (two, DP2 + EP2, joined by VLLM_DP_*; with `--gpus 4 --tp 2` each has
+two GPUs, and the MoE layers are sequence parallel) with dummy weights and the flag on, so that
+every request gets rows, and keeps 96 unfinished requests in each: 16 to 1,024 tokens in, 16 to 256
+out. Every second it records, for each engine, finished requests, output tokens, steps, the longest
+gap between two steps, and the memory of its processes and its GPUs. Then the faults: 64 requests
+that finish in one step, five times; and, where the build can, every copy of rows to the host 20 ms
+late. The record is written anew every few seconds: a killed run keeps what it has.
+It runs with the pristine release too (`--flag off` for either without the feature).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu.soak.engine import FAULT_SECONDS, UNFINISHED
+from gpu.soak.plot import plot
+from harness.hosts import data_parallel, environment
+from harness.process import Kept
+from harness.shapes import GPT_OSS, QWEN3_30B_A3B
+
+# How long an engine may take from its start to its first step.
+START_SECONDS = 240.0
+
+# For a rehearsal without a GPU.
+TINY = {
+    "head_dim": 64,
+    "hidden_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+}
+
+
+def shape(model: str, layers: int) -> dict[str, Any]:
+    if model != "gptoss":
+        small = TINY if model == "tiny" else {}
+        return {**QWEN3_30B_A3B, **small, "num_hidden_layers": layers}
+    kinds = ["sliding_attention", "full_attention"] * layers
+    return {**GPT_OSS, "num_hidden_layers": layers, "layer_types": kinds[:layers]}
+
+
+def layout(gpus: int, tp: int) -> str:
+    names = [f"{kind}{size}" for kind, size in (("TP", tp), ("DP", gpus // tp)) if size > 1]
+    return "x".join(names) + (f"+EP{gpus}" if gpus > 1 else "one")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    count = arguments.gpus // arguments.tp
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        scratch = Path(folder)
+        config = shape(arguments.model, arguments.layers)
+        (scratch / "model").mkdir()
+        (scratch / "model" / "config.json").write_text(json.dumps(config))
+        options: dict[str, Any] = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 128,
+            "enable_prefix_caching": False,
+            # Plenty for the load; the pin's shared memory grows with it.
+            "kv_cache_memory_bytes": 8 << 30,
+            "gpu_memory_utilization": 0.5,
+            "tensor_parallel_size": arguments.tp,
+            "enable_expert_parallel": arguments.gpus > 1,
+            "enable_return_routed_experts": arguments.flag == "on",
+            "worker_extension_cls": "gpu.soak.faults.Faults",
+            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128]},
+            "seed": 0,
+        }
+        if arguments.eager:
+            options |= {"enforce_eager": True, "compilation_config": {}}
+        if arguments.model == "tiny":
+            options["kv_cache_memory_bytes"] = 1 << 30
+        record: dict[str, Any] = {
+            "build": arguments.build_label,
+            "flag": arguments.flag,
+            "model": f"{arguments.model} shape, {arguments.layers} layers, dummy weights",
+            "layout": layout(arguments.gpus, arguments.tp),
+            "unfinished": UNFINISHED,
+            "minutes": arguments.minutes,
+            "ranks": [],
+        }
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        name = f"soak-{arguments.model}-{arguments.build_label}-{arguments.flag}"
+        variables = {
+            **environment(),
+            # The demo's processes go without: they run eagerly.
+            "TORCH_COMPILE_DISABLE": "0",
+            "VLLM_CACHE_ROOT": f"{tempfile.gettempdir()}/vllm-cache-{arguments.build_label}",
+        }
+        limit_s = START_SECONDS + 60 * arguments.minutes + 60 + 2 * FAULT_SECONDS
+        if arguments.limit_minutes:
+            limit_s = 60 * arguments.limit_minutes
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            engines = []
+            for rank in range(count):
+                spec = {
+                    "model": str(scratch / "model"),
+                    "options": options,
+                    "rank": rank,
+                    "ranks": count,
+                    "devices": list(range(rank * arguments.tp, (rank + 1) * arguments.tp)),
+                    "scratch": folder,
+                    "seconds": 60 * arguments.minutes,
+                    "vocabulary": config["vocab_size"],
+                    "flag": arguments.flag,
+                }
+                spec_file = scratch / f"spec-{rank}.json"
+                spec_file.write_text(json.dumps(spec))
+                parallel = data_parallel(rank, count, arguments.port)
+                command = [sys.executable, "-m", "gpu.soak.engine", str(spec_file)]
+                log = scratch / f"engine-{rank}.log"
+                engines.append(stack.enter_context(Kept(command, log, variables | parallel)))
+            end = ""
+            while not end:
+                time.sleep(2.0)
+                if len(list(scratch.glob("done-*"))) == count:
+                    end = "finished"
+                elif any(e.poll() is not None for e in engines):
+                    end = "an engine ended: " + next(
+                        e.first_error() or e.last_line() for e in engines if e.poll() is not None
+                    )
+                elif time.monotonic() - began > limit_s:
+                    end = f"ended after {limit_s:.0f} s, the limit: {engines[0].last_line()}"
+                record["end"] = end or "running"
+                collect(record, scratch, count)
+                if end and end != "finished":
+                    record["logs"] = [engine.tail(80) for engine in engines]
+                (arguments.out / f"{name}.json").write_text(json.dumps(record) + "\n")
+    report = {k: v for k, v in record.items() if k not in ("ranks", "logs")}
+    print(json.dumps({**report, "summary": [r["summary"] for r in record["ranks"]]}, indent=1))
+    if "logs" in record:
+        print("\n".join(record["logs"]))
+    return int(record["end"] != "finished")
+
+
+def collect(record: dict[str, Any], scratch: Path, count: int) -> None:
+    ranks = []
+    for rank in range(count):
+        seconds: list[Any] = []
+        with contextlib.suppress(OSError, ValueError):
+            for line in (scratch / f"seconds-{rank}.jsonl").read_text().splitlines():
+                seconds.append(json.loads(line))
+        summary = {}
+        with contextlib.suppress(OSError, ValueError):
+            summary = json.loads((scratch / f"summary-{rank}.json").read_text())
+        ranks.append({"summary": summary, "seconds": seconds})
+    record["ranks"] = ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    runs = verbs.add_parser("run", help="one build, one model")
+    runs.add_argument("--build-label", required=True, help="for the record, e.g. pristine")
+    runs.add_argument("--flag", choices=["on", "off"], default="on")
+    runs.add_argument("--model", choices=["qwen3", "gptoss", "tiny"], default="qwen3")
+    runs.add_argument("--gpus", type=int, default=2)
+    runs.add_argument("--tp", type=int, default=1, help="GPUs of each engine")
+    runs.add_argument("--layers", type=int, default=12)
+    runs.add_argument("--minutes", type=float, default=5.0, help="of load, faults come on top")
+    runs.add_argument("--limit-minutes", type=float, help="of everything; what is there is kept")
+    runs.add_argument("--out", type=Path, required=True, help="folder for the record")
+    runs.add_argument("--port", type=int, default=29650, help="the first of some free ones")
+    runs.add_argument("--eager", action="store_true", help="no CUDA graphs: starts sooner")
+    plots = verbs.add_parser("plot", help="a picture of records")
+    plots.add_argument("files", type=Path, nargs="+")
+    plots.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    if arguments.verb == "plot":
+        return plot(arguments.files, arguments.out)
+    if arguments.gpus % arguments.tp:
+        parser.error(f"{arguments.gpus} GPUs are not engines of {arguments.tp} each")
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine of the soak, in a process of its own.
+
+python -m gpu.soak.engine SPEC.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+UNFINISHED = 96
+WAVE = 64
+WAVES = 5
+DELAY_MS = 20.0
+FAULT_SECONDS = 15.0
+
+
+class Load:
+    """Requests and what became of them; one thread steps, another records."""
+
+    def __init__(self, spec: dict[str, Any], llm: Any) -> None:
+        import numpy as np
+
+        self.spec = spec
+        self.engine = llm.llm_engine
+        self.rng = np.random.default_rng(spec["rank"])
+        self.number = 0
+        self.last_step = time.monotonic()
+        self.gap = 0.0
+        self.gaps: list[float] = []
+        self.finished = self.tokens = self.steps = self.rows = self.bad = 0
+        self.wanted: dict[str, int] = {}
+
+    def add(self, prompt_len: int, output_len: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        name = str(self.number)
+        self.number += 1
+        self.engine.add_request(
+            name,
+            {
+                "prompt_token_ids": self.rng.integers(
+                    10, self.spec["vocabulary"], prompt_len
+                ).tolist()
+            },
+            SamplingParams(
+                temperature=0.0,
+                ignore_eos=True,
+                max_tokens=output_len,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+        self.wanted[name] = prompt_len + output_len - 1
+
+    def add_random(self) -> None:
+        self.add(int(self.rng.integers(16, 1025)), int(self.rng.integers(16, 257)))
+
+    def step(self) -> None:
+        outputs = self.engine.step()
+        now = time.monotonic()
+        gap = now - self.last_step
+        self.gap = max(self.gap, gap)
+        self.gaps.append(gap)
+        self.last_step = now
+        self.steps += 1
+        for output in outputs:
+            if not output.finished:
+                continue
+            completion = output.outputs[0]
+            self.finished += 1
+            self.tokens += len(completion.token_ids)
+            wanted = self.wanted.pop(output.request_id)
+            rows = completion.routed_experts
+            if rows is not None:
+                self.rows += len(rows)
+            if self.spec["flag"] == "on" and (rows is None or len(rows) != wanted):
+                self.bad += 1
+
+    def drain(self) -> None:
+        while self.wanted:
+            self.step()
+
+    def begin(self) -> None:
+        """A pause in which nothing was asked for is no gap."""
+        self.last_step = time.monotonic()
+        self.gap = 0.0
+        self.gaps.clear()
+
+
+def record_seconds(load: Load, stop: threading.Event, file: Path, phase: list[str]) -> None:
+    import psutil
+
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in load.spec["devices"]]
+    except Exception:
+        gpus = []
+    me = psutil.Process()
+    began = time.monotonic()
+    before = (0, 0, 0)
+    with file.open("w") as out:
+        while not stop.wait(1.0):
+            counts = (load.finished, load.tokens, load.steps)
+            # The pin's shared memory counts for each process that maps it; unique memory would
+            # not, but takes much longer to read.
+            rss = 0
+            for process in (me, *me.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    rss += process.memory_info().rss
+            gap, load.gap = load.gap, 0.0
+            if load.wanted:
+                gap = max(gap, time.monotonic() - load.last_step)
+            line = {
+                "phase": phase[0],
+                "t": round(time.monotonic() - began, 2),
+                "finished": counts[0] - before[0],
+                "tokens": counts[1] - before[1],
+                "steps": counts[2] - before[2],
+                "longest_gap_s": round(gap, 4),
+                "rss_mb": rss >> 20,
+                "gpu_mb": sum(pynvml.nvmlDeviceGetMemoryInfo(g).used >> 20 for g in gpus) or None,
+            }
+            before = counts
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+
+
+def meet(scratch: Path, name: str, spec: dict[str, Any]) -> None:
+    """Wait until every rank is here."""
+    (scratch / f"{name}-{spec['rank']}").touch()
+    while len(list(scratch.glob(f"{name}-*"))) < spec["ranks"]:
+        time.sleep(0.02)
+
+
+def run_engine(spec: dict[str, Any]) -> None:
+    from vllm import LLM
+
+    scratch, rank = Path(spec["scratch"]), spec["rank"]
+    llm = LLM(spec["model"], **spec["options"])
+    load = Load(spec, llm)
+    for _ in range(8):
+        load.add(64, 8)
+    load.drain()
+    meet(scratch, "ready", spec)
+    load.begin()
+    stop, phase = threading.Event(), ["load"]
+    recorder = threading.Thread(
+        target=record_seconds, args=(load, stop, scratch / f"seconds-{rank}.jsonl", phase)
+    )
+    recorder.start()
+    summary: dict[str, Any] = {}
+
+    def run_for(seconds: float, name: str) -> None:
+        while len(load.wanted) < UNFINISHED:
+            load.add_random()
+        load.begin()
+        counts = (load.finished, load.tokens, load.steps)
+        began = time.monotonic()
+        while time.monotonic() - began < seconds:
+            while len(load.wanted) < UNFINISHED:
+                load.add_random()
+            load.step()
+        took = time.monotonic() - began
+        gaps = sorted(load.gaps)
+        summary[name] = {
+            "seconds": round(took, 2),
+            "requests_per_s": round((load.finished - counts[0]) / took, 3),
+            "tokens_per_s": round((load.tokens - counts[1]) / took, 1),
+            "steps": load.steps - counts[2],
+            "longest_gap_s": round(gaps[-1], 4),
+            "median_gap_s": round(statistics.median(gaps), 5),
+            "p999_gap_s": round(gaps[int(0.999 * (len(gaps) - 1))], 4),
+        }
+        (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
+
+    run_for(spec["seconds"], "load")
+    phase[0] = "drain"
+    load.drain()
+    meet(scratch, "drained", spec)
+    phase[0] = "waves"
+    waves = []
+    for number in range(WAVES):
+        began = time.monotonic()
+        for _ in range(WAVE):
+            load.add(256, 64)
+        load.begin()
+        load.drain()
+        waves.append(
+            {
+                "seconds": round(time.monotonic() - began, 4),
+                "longest_gap_s": round(max(load.gaps), 4),
+                "last_gap_s": round(load.gaps[-1], 4),
+            }
+        )
+        meet(scratch, f"wave{number}", spec)
+    summary["waves"] = waves
+    if spec["flag"] == "on" and all(llm.collective_rpc("delay_copies", args=(DELAY_MS,))):
+        meet(scratch, "delayed", spec)
+        phase[0] = "late copies"
+        run_for(FAULT_SECONDS, "late_copies")
+        load.drain()
+        llm.collective_rpc("delay_copies", args=(0.0,))
+    stop.set()
+    recorder.join()
+    summary["rows"] = load.rows
+    summary["finished"] = load.finished
+    summary["without_all_rows"] = load.bad
+    (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
+    meet(scratch, "done", spec)
+    # Don't wait long for the engine's end: the keeper ends what is left.
+    shutdown = threading.Thread(target=llm.llm_engine.engine_core.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(10)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run_engine(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The independent oracle: which experts Hugging Face `transformers` chooses.
+
+It runs the same checkpoint in float32 in one pass over the whole sequence, without chunks,
+batches or caches, and reads the routers by forward hooks. Nothing of vLLM takes part.
+
+A *row* is one token's experts at all MoE layers; a *decision* is one token at one layer.
+Rows are compared as sets per decision, because the order within a top-k means nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.checkpoint import family_of
+
+# Two float32 implementations add in different orders: closer than this at the k-th place,
+# either choice is right.
+TIE = 1e-5
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The oracle's choice for one sequence: T tokens, M MoE layers, E experts, top-k of K.
+
+    Attributes:
+        layers: (M,) int, the decoder layers that route, ascending.
+        num_layers: number of all decoder layers, dense ones included.
+        ids: (M, T, K) int, the chosen experts, sorted by id. A layer that chooses fewer
+            than K repeats its last one.
+        scores: (M, T, E) float32, what the choice is made by; logits unless the family says
+            otherwise. Experts outside the chosen groups are -inf.
+    """
+
+    layers: tuple[int, ...]
+    num_layers: int
+    ids: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float32]
+
+    @property
+    def chosen(self) -> npt.NDArray[np.bool_]:
+        """(M, T, E) bool, True where the expert is one of the K."""
+        mask = np.zeros(self.scores.shape, dtype=bool)
+        np.put_along_axis(mask, self.ids, True, axis=-1)
+        return mask
+
+    @property
+    def margin(self) -> npt.NDArray[np.float32]:
+        """(M, T) float32: the least score chosen less the greatest not chosen."""
+        chosen = self.chosen
+        least = np.where(chosen, self.scores, np.inf).min(axis=-1)
+        greatest = np.where(chosen, -np.inf, self.scores).max(axis=-1)
+        return least - greatest
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """One decision where captured experts and oracle differ, and no tie explains it.
+
+    Attributes:
+        position: of the token in its sequence.
+        layer: decoder layer.
+        got, want: the two sets, sorted; `want` is empty for a layer that does not route.
+        margin: the oracle's score margin at the k-th place.
+    """
+
+    position: int
+    layer: int
+    got: tuple[int, ...]
+    want: tuple[int, ...]
+    margin: float
+
+    def __str__(self) -> str:
+        got, want = (" ".join(map(str, ids)) or "none" for ids in (self.got, self.want))
+        return (
+            f"the row at position {self.position} disagrees in layer {self.layer}: "
+            f"captured experts {got}, oracle {want} (margin {self.margin:.2g})"
+        )
+
+
+@dataclass
+class Comparison:
+    """Counts over one or more sequences; add two with `+`.
+
+    Attributes:
+        rows: rows compared.
+        agree: rows whose every decision agrees, or differs only among tied experts.
+        decisions: decisions compared (rows times MoE layers).
+        ties: decisions whose margin is below `TIE`, agreeing or not.
+        excused: decisions that differ only among tied experts.
+        disagreements: all other decisions that differ, by position and layer.
+    """
+
+    rows: int = 0
+    agree: int = 0
+    decisions: int = 0
+    ties: int = 0
+    excused: int = 0
+    disagreements: list[Disagreement] = field(default_factory=list)
+
+    def __add__(self, other: Comparison) -> Comparison:
+        return Comparison(
+            self.rows + other.rows,
+            self.agree + other.agree,
+            self.decisions + other.decisions,
+            self.ties + other.ties,
+            self.excused + other.excused,
+            self.disagreements + other.disagreements,
+        )
+
+    @property
+    def tie_share(self) -> float:
+        """Ties among decisions, 0 to 1."""
+        return self.ties / self.decisions if self.decisions else 0.0
+
+
+class Oracle:
+    """A checkpoint loaded in `transformers`, with hooks on its routers."""
+
+    def __init__(self, checkpoint: Path | str) -> None:
+        """Load it in float32 on the CPU.
+
+        Args:
+            checkpoint: folder of a family that `checkpoint.FAMILIES` has.
+
+        Raises:
+            ValueError: no such checkpoint, or a model without routers.
+        """
+        import torch
+        import transformers
+
+        self._family = family_of(checkpoint)
+        transformers.utils.logging.disable_progress_bar()
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+        self._seen: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        layers = self._model.get_submodule("model.layers")
+        self.num_layers = len(layers)
+        self.num_experts = int(getattr(self._model.config, self._family.experts))
+        top_k = getattr(self._model.config, self._family.top_k)
+        self._top_ks = top_k if isinstance(top_k, list) else [top_k] * self.num_layers
+        self.top_k = max(self._top_ks)
+        routing = []
+        for index, layer in enumerate(layers):
+            try:
+                router = layer.get_submodule(self._family.router)
+            except AttributeError:
+                continue  # a dense layer
+            router.register_forward_hook(functools.partial(self._hook, index))
+            routing.append(index)
+        if not routing:
+            raise ValueError(f"{checkpoint} has no layer with a router")
+        self.layers = tuple(routing)
+
+    def route(self, token_ids: Sequence[int]) -> Routes:
+        """Route a whole sequence.
+
+        Args:
+            token_ids: T ids, prompt and generated tokens together.
+
+        Raises:
+            ValueError: no tokens.
+        """
+        import torch
+
+        if not len(token_ids):
+            raise ValueError("there are no tokens to route")
+        self._seen.clear()
+        with torch.inference_mode():
+            self._model(torch.tensor([list(token_ids)]), use_cache=False)
+        ids = np.stack([self._seen[layer][0] for layer in self.layers])
+        scores = np.stack([self._seen[layer][1] for layer in self.layers])
+        return Routes(self.layers, self.num_layers, ids, scores)
+
+    def _hook(self, layer: int, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        import torch.nn.functional as F
+
+        if not isinstance(output, tuple):  # a plain linear layer: its output is the logits
+            ids, scores = output.topk(self._top_ks[layer], dim=-1).indices, output
+        else:  # a router that chooses itself: take its own choice, and the scores behind it
+            ids = next(o for o in output if not o.is_floating_point())
+            hidden = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+            scores = F.linear(hidden, router.weight.float(), getattr(router, "bias", None))
+            if self._family.scores == "sigmoid":
+                scores = scores.sigmoid()
+                if hasattr(router, "e_score_correction_bias"):
+                    scores = scores + router.e_score_correction_bias
+        ids = F.pad(ids.sort(dim=-1).values, (0, self.top_k - ids.shape[-1]), mode="replicate")
+        self._seen[layer] = (ids.numpy(), scores.float().numpy())
+
+
+@functools.lru_cache(maxsize=4)
+def _oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
+
+
+def route(checkpoint: Path | str, token_ids: Sequence[int]) -> Routes:
+    """`Oracle.route` of a checkpoint that stays loaded between calls."""
+    return _oracle(Path(checkpoint).resolve()).route(token_ids)
+
+
+def compare(
+    rows: npt.NDArray[np.integer[Any]], routes: Routes, start: int = 0, tie: float = TIE
+) -> Comparison:
+    """Compare captured rows with the oracle's.
+
+    A decision that differs is excused only if every expert in one set but not in the
+    other is tied with the k-th place; any other difference is a disagreement. Layers
+    without routing must be zero.
+
+    Args:
+        rows: (R, L, K') integer, rows of positions `start` to `start + R - 1`, L the number
+            of all decoder layers. A layer of smaller top-k may repeat ids: sets count.
+        routes: the oracle's, of at least `start + R` tokens.
+        start: position of the first row.
+        tie: scores closer than this are tied.
+
+    Raises:
+        ValueError: a shape that cannot be compared, or an id that is no expert.
+    """
+    if rows.ndim != 3 or rows.shape[1] != routes.num_layers:
+        raise ValueError(
+            f"the rows have shape {rows.shape}; wanted (rows, {routes.num_layers} layers, top-k)"
+        )
+    known = routes.ids.shape[1]
+    count, experts = len(rows), routes.scores.shape[-1]
+    if not 0 <= start <= start + count <= known:
+        raise ValueError(f"rows {start} to {start + count - 1} of {known} tokens do not exist")
+    if count and not 0 <= int(rows.min()) <= int(rows.max()) < experts:
+        raise ValueError(f"the rows name expert {rows.max()}; there are {experts}")
+
+    span = slice(start, start + count)
+    scores, want = routes.scores[:, span], routes.chosen[:, span]
+    got = np.zeros_like(want)
+    np.put_along_axis(
+        got, rows[:, list(routes.layers)].transpose(1, 0, 2).astype(np.int64), True, axis=-1
+    )
+    differ = got != want  # (M, R, E)
+    margin = routes.margin[:, span]
+    kth = np.where(want, scores, np.inf).min(axis=-1, keepdims=True)
+    tied = np.abs(scores - kth) < tie
+    # A set of another size is wrong whatever the scores.
+    same_size = got.sum(axis=-1) == want.sum(axis=-1)
+    wrong = (differ & ~tied).any(axis=-1) | ~same_size  # (M, R)
+
+    bad_rows = wrong.any(axis=0)
+    disagreements = [
+        Disagreement(
+            position=start + int(r),
+            layer=routes.layers[m],
+            got=_sorted_ids(got[m, r].nonzero()[0]),
+            want=_sorted_ids(want[m, r].nonzero()[0]),
+            margin=float(margin[m, r]),
+        )
+        for r, m in np.argwhere(wrong.T)
+    ]
+    for layer in sorted(set(range(routes.num_layers)) - set(routes.layers)):
+        for r in np.flatnonzero((rows[:, layer] != 0).any(axis=-1)):
+            bad_rows[r] = True
+            disagreements.append(
+                Disagreement(start + int(r), layer, _sorted_ids(set(rows[r, layer])), (), 0.0)
+            )
+    disagreements.sort(key=lambda d: (d.position, d.layer))
+    return Comparison(
+        rows=count,
+        agree=count - int(bad_rows.sum()),
+        decisions=margin.size,
+        ties=int((margin < tie).sum()),
+        excused=int((differ.any(axis=-1) & ~wrong).sum()),
+        disagreements=disagreements,
+    )
+
+
+def _sorted_ids(ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(int(i) for i in ids))

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker extension that records, on each rank, the router logits of every forward pass.
+
+    LLM(..., enforce_eager=True, worker_extension_cls="harness.recorder.Recorder")
+    llm.collective_rpc("record_start")
+    ...
+    logits = take(llm)  # one rank, one request at a time: a position has one token then
+    llm.collective_rpc("record_flush", args=("/folder/prefix",))  # any number of either
+
+With `record_flush` a rank writes `<prefix>-dp<d>-pp<p>-tp<t>.npz`. Its `meta` is JSON: the ranks,
+and for each step the requests' first tokens and where each request's tokens begin. The other arrays
+are `<step>/positions` (T,) and `<step>/<layer>` (R, experts) float32: R is T, padding included, or
+with sequence parallel MoE this rank's chunk. Nothing waits for the device before it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# (T, E) router logits by decoder layer.
+Logits = dict[int, npt.NDArray[np.float32]]
+
+# Of a decoder layer's gate in vLLM's modules.
+GATE = re.compile(r"(?:^|\.)layers\.(\d+)\.mlp\.(?:gate|router)$")
+
+
+class Recorder:
+    """Mixed into vLLM's worker."""
+
+    model_runner: Any
+
+    def record_start(self) -> int:
+        """Record from now on; the number of this rank's routers."""
+        runner = self.model_runner
+        model = runner.get_model()
+        steps: list[dict[str, Any]] = []
+        self.recorded_steps = steps
+        state = {"dummy": False}
+        dummy_run = runner._dummy_run
+
+        def quiet_dummy_run(*args: Any, **kwargs: Any) -> Any:
+            state["dummy"] = True
+            try:
+                return dummy_run(*args, **kwargs)
+            finally:
+                state["dummy"] = False
+
+        def see_batch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            if state["dummy"]:
+                return
+            req_ids = list(runner.input_batch.req_ids)
+            steps.append(
+                {
+                    "first": [runner.requests[r].prompt_token_ids[0] for r in req_ids],
+                    "starts": runner.query_start_loc.np[: len(req_ids) + 1].tolist(),
+                    "positions": kwargs["positions"].clone(),
+                    "logits": {},
+                }
+            )
+
+        def see_logits(layer: int, module: Any, args: Any, output: Any) -> None:
+            if not state["dummy"]:
+                logits = output[0] if isinstance(output, tuple) else output
+                steps[-1]["logits"][layer] = logits.detach().float().clone()
+
+        runner._dummy_run = quiet_dummy_run
+        model.register_forward_pre_hook(see_batch, with_kwargs=True)
+        routers = 0
+        for name, module in model.named_modules():
+            if match := GATE.search(name):
+                module.register_forward_hook(functools.partial(see_logits, int(match[1])))
+                routers += 1
+        self.physical_experts = self._physical_experts()
+        return routers
+
+    def record_flush(self, prefix: str) -> bool:
+        """Write what was recorded; whether EPLB has moved experts since the start."""
+        from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
+
+        ranks = {
+            "dp": get_dp_group().rank_in_group,
+            "pp": get_pp_group().rank_in_group,
+            "tp": get_tp_group().rank_in_group,
+        }
+        moved = self.physical_experts != self._physical_experts()
+        steps = self.recorded_steps
+        meta = {
+            "ranks": ranks,
+            "moved": moved,
+            "steps": [{k: s[k] for k in ("first", "starts")} for s in steps],
+        }
+        arrays: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
+        for number, step in enumerate(steps):
+            arrays[f"{number}/positions"] = step["positions"].cpu().numpy()
+            for layer, logits in step["logits"].items():
+                arrays[f"{number}/{layer}"] = logits.cpu().numpy()
+        np.savez(f"{prefix}-" + "-".join(f"{k}{v}" for k, v in ranks.items()), **arrays)
+        return moved
+
+    def record_take(self) -> list[tuple[Any, dict[int, Any]]]:
+        """Positions and logits of each step since the start or the last call."""
+        taken = [
+            (
+                step["positions"].cpu().numpy(),
+                {k: v.cpu().numpy() for k, v in step["logits"].items()},
+            )
+            for step in self.recorded_steps
+        ]
+        self.recorded_steps.clear()
+        return taken
+
+    def spread_routers(self, std: float) -> None:
+        """Give the routers random weights, equal on all ranks: those of the dummy format send
+        every token the same way."""
+        for name, module in self.model_runner.get_model().named_modules():
+            if match := GATE.search(name):
+                generator = torch.Generator().manual_seed(int(match[1]))
+                weight = module.weight.data
+                random = torch.randn(weight.shape, generator=generator) * std
+                weight.copy_(random.to(weight.dtype))
+
+    def _physical_experts(self) -> list[Any]:
+        state = getattr(self.model_runner, "eplb_state", None)
+        if state is None:
+            return []
+        return [
+            model.physical_to_logical_map.cpu().tolist() for model in state.model_states.values()
+        ]
+
+
+def take(llm: LLM) -> Logits:
+    """(T, E) logits by decoder layer, of positions 0 to T - 1, since the start or the last call."""
+    (steps,) = llm.collective_rpc("record_take")
+    by_layer: dict[int, dict[int, npt.NDArray[np.float32]]] = {}
+    for positions, logits in steps:
+        for layer, rows in logits.items():
+            assert len(positions) == len(rows)
+            by_layer.setdefault(layer, {}).update(zip(positions.tolist(), rows, strict=True))
+    for seen in by_layer.values():
+        assert sorted(seen) == list(range(len(seen)))
+    return {
+        layer: np.stack([seen[p] for p in range(len(seen))])
+        for layer, seen in sorted(by_layer.items())
+    }

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `vllm serve` on a loopback port that never outlives its caller.
+
+    with Server(checkpoint, log=Path("server.log")) as server:
+        answer = server.generate([1, 2, 3], max_tokens=8)
+
+The `vllm` is the one that `sys.executable` finds: PYTHONPATH selects another.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import re
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.process import Kept, free_port
+
+# (rows, layers, top-k): the experts that tokens chose.
+Rows = npt.NDArray[np.uint8 | np.uint16]
+
+# Called while waiting, about ten times a second, with the seconds so far and the log's
+# last line.
+Progress = Callable[[float, str], None]
+
+# The smallest engine that still shows everything: eager, and little memory.
+ARGUMENTS: tuple[str, ...] = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=1024",
+    "--max-num-seqs=8",
+    "--block-size=32",
+    f"--kv-cache-memory-bytes={64 << 20}",
+)
+
+
+class ServerError(Exception):
+    """The server could not do what was asked; the text is for the user."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice of `/inference/v1/generate`, for P prompt tokens and O returned ones.
+
+    Attributes:
+        prompt: P ids, as sent.
+        token_ids: O ids, as returned.
+        rows: (P + O - 1 - start, L, K) uint8 or uint16, the experts of positions `start` to
+            P + O - 2 at every decoder layer. None when the server sent none.
+        start: position of the first row.
+        moe_layers: the decoder layers that route.
+    """
+
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    rows: Rows | None
+    start: int
+    moe_layers: tuple[int, ...]
+
+
+class Server(Kept):
+    """`vllm serve` of one checkpoint; entering the context waits until it is ready."""
+
+    def __init__(
+        self,
+        checkpoint: Path | str,
+        log: Path,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        *,
+        timeout_s: float = 300.0,
+        progress: Progress | None = None,
+    ) -> None:
+        """Prepare; nothing starts yet.
+
+        Args:
+            checkpoint: folder to serve.
+            log: file for the server's output, overwritten.
+            args: arguments of `vllm serve` on top of `ARGUMENTS`, which they override.
+            env: variables on top of `ENVIRONMENT`.
+            timeout_s: how long it may take to be ready.
+            progress: called while waiting.
+        """
+        self.checkpoint = str(checkpoint)
+        self.timeout_s = timeout_s
+        self.progress = progress
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.checkpoint]
+        command += [*ARGUMENTS, *args, "--host=127.0.0.1", f"--port={self.port}"]
+        super().__init__(command, log, env)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def generate(
+        self, token_ids: Sequence[int], timeout_s: float = 120.0, **sampling: Any
+    ) -> Answer:
+        """Complete one prompt by `/inference/v1/generate`.
+
+        Args:
+            token_ids: the prompt.
+            timeout_s: how long the answer may take.
+            **sampling: fields of `sampling_params`; greedy unless they say otherwise.
+
+        Raises:
+            ServerError: no answer, an error answer, or one that cannot be read.
+        """
+        reply = self.post(
+            "/inference/v1/generate",
+            {
+                "model": self.checkpoint,
+                "token_ids": list(token_ids),
+                "sampling_params": {"temperature": 0.0, **sampling},
+            },
+            timeout_s,
+        )
+        return read_answer(token_ids, reply)
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
+        """POST JSON and read JSON.
+
+        Raises:
+            ServerError: no answer in time, or a status other than 200 (its text is told).
+        """
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return json.loads(self._open(request, timeout_s))
+
+    def get(self, path: str, timeout_s: float = 10.0) -> str:
+        """GET a text, for example "/metrics". Raises ServerError as `post` does."""
+        return self._open(urllib.request.Request(self.url + path), timeout_s).decode()
+
+    def metric(self, name: str) -> float | None:
+        """Sum of a counter or gauge of `/metrics` over its labels; None if it is not there."""
+        pattern = re.compile(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
+        values = [float(v) for v in pattern.findall(self.get("/metrics"))]
+        return sum(values) if values else None
+
+    def _open(self, request: urllib.request.Request, timeout_s: float) -> bytes:
+        try:
+            with _direct.open(request, timeout=timeout_s) as reply:
+                return bytes(reply.read())
+        except urllib.error.HTTPError as e:
+            detail = e.read().decode(errors="replace")[:500]
+            raise ServerError(f"{request.selector} answered {e.code}: {detail}") from e
+        except (OSError, ValueError) as e:
+            reason = getattr(e, "reason", e)
+            raise ServerError(f"{request.selector} gave no answer: {reason}") from e
+
+    def _wait_until_ready(self) -> None:
+        began = time.monotonic()
+        health = urllib.request.Request(self.url + "/health")
+        while True:
+            waited = time.monotonic() - began
+            if self.poll() is not None:
+                why = self.first_error() or self.last_line() or "its log is empty"
+                raise ServerError(
+                    f"the server ended with status {self.poll()} before it was ready: {why} "
+                    f"(log: {self.log})"
+                )
+            with contextlib.suppress(ServerError):
+                self._open(health, 1.0)
+                # Somebody else could have taken the port before the child did.
+                if self.checkpoint in self.get("/v1/models"):
+                    return
+            if waited > self.timeout_s:
+                raise ServerError(
+                    f"the server was not ready after {self.timeout_s:.0f} s, last saying "
+                    f"{self.last_line()!r} (log: {self.log})"
+                )
+            if self.progress:
+                self.progress(waited, self.last_line())
+            time.sleep(0.1)
+
+
+def read_answer(prompt: Sequence[int], reply: Mapping[str, Any]) -> Answer:
+    """Read a reply of `/inference/v1/generate`, rows included if there are any.
+
+    Raises:
+        ServerError: fields are missing or of another form than promised.
+    """
+    try:
+        choice = reply["choices"][0]
+        token_ids = tuple(int(t) for t in choice["token_ids"])
+        if choice.get("routed_experts") is None:
+            return Answer(tuple(prompt), token_ids, None, 0, ())
+        start = int(choice["routed_experts_start"])
+        layers = tuple(int(i) for i in choice["moe_layers"])
+        rows = decode_rows(choice["routed_experts"])
+    except (KeyError, IndexError, TypeError, ValueError) as e:
+        raise ServerError(f"the answer cannot be read: {type(e).__name__}: {e}") from e
+    wanted = len(prompt) + len(token_ids) - 1 - start
+    if len(rows) != wanted:
+        raise ServerError(
+            f"the answer has {len(rows)} rows; {len(prompt)} prompt and {len(token_ids)} "
+            f"returned tokens from position {start} make {wanted}"
+        )
+    return Answer(tuple(prompt), token_ids, rows, start, layers)
+
+
+def decode_rows(text: str) -> Rows:
+    """Decode the field `routed_experts`: base64 of a `.npy` file of shape (rows, layers, top-k).
+
+    Raises:
+        ValueError: anything else.
+    """
+    rows = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    if rows.ndim != 3 or rows.dtype not in (np.uint8, np.uint16):
+        raise ValueError(f"routed_experts is {rows.dtype} of shape {rows.shape}")
+    return rows
+
+
+# Loopback needs no proxy, whatever the environment says.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
