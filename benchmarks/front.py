@@ -41,6 +41,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import Failure, command, table
 from harness.checkpoint import make_checkpoint
 from harness.process import QUIET
 from harness.server import decode_rows
@@ -58,10 +59,6 @@ MEASURES = {
 }
 # Of each load, of silent and of asking requests, milliseconds by measure.
 Round = dict[str, dict[str, dict[str, float]]]
-
-
-class Failure(Exception):
-    """The benchmark cannot go on; the text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -292,27 +289,25 @@ def report_text(rounds: Sequence[Round], arguments: argparse.Namespace) -> str:
     vllm, python = importlib.metadata.version("vllm"), platform.python_version()
     lines = [
         "# The server's event loop beside rows\n",
-        f"`{' '.join(Path(word).name for word in sys.argv)}`: {arguments.layers} layers, "
+        f"`python {' '.join(command())}`: {arguments.layers} layers, "
         f"top-{TOP_K}, uint8; {arguments.loop}; {len(rounds)} rounds; {os.cpu_count()} cores; vllm "
         f"{vllm}, Python {python}. Medians of the rounds: silent, asking, and by how much asking "
         f"is more in the same round. Target: at most {TARGET_MS:.0f} ms more.\n",
     ]
     if len(rounds) < ENOUGH_ROUNDS:
         lines.append(f"Too few rounds to conclude anything: it takes {ENOUGH_ROUNDS}.\n")
-    heads = ["Load", *(f"{MEASURES[name]}, ms" for name in measures)]
-    heads += ["Target", "Answers, MB", "They took, ms"]
-    lines += [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    enough = len(rounds) >= ENOUGH_ROUNDS
+    rows = []
     for load, row in summarize(rounds).items():
-        cells = [load]
-        cells += ["{:.1f}, {:.1f}, **{:+.1f}**".format(*row[name]) for name in measures]
-        if len(rounds) < ENOUGH_ROUNDS:
-            cells.append("too few rounds")
-        else:
-            cells.append("met" if row[measures[0]][2] <= TARGET_MS else "missed")
+        verdict = "met" if row[measures[0]][2] <= TARGET_MS else "missed"
+        cells = ["{:.1f}, {:.1f}, **{:+.1f}**".format(*row[name]) for name in measures]
+        cells.append(verdict if enough else "too few rounds")
         cells.append("{:.1f}, {:.1f}".format(*row["answers_mb"]))
-        cells.append("{:,.0f}, {:,.0f}".format(*row["took"]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([load, *cells, "{:,.0f}, {:,.0f}".format(*row["took"])])
+    heads = [f"{MEASURES[name]}, ms" for name in measures]
+    return "\n".join(
+        [*lines, table(["Load", *heads, "Target", "Answers, MB", "They took, ms"], rows)]
+    )
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

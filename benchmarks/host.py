@@ -19,7 +19,6 @@ import gc
 import json
 import multiprocessing
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -46,6 +45,8 @@ from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
+
+from benchmarks.common import command, table
 
 LAYERS, TOP_K, EXPERTS = 61, 8, 256
 BLOCK = 16
@@ -286,25 +287,26 @@ def summarize(load: Load, engines: dict[str, Engine]) -> dict[str, Any]:
     return record
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    lines = []
+def report_text(records: list[dict[str, Any]]) -> str:
+    head = ["Part", "Silent", "Asking", "Rows cost", "On average", "99th percentile"]
+    parts = []
     for record in records:
-        lines += [f"## {record['load']}\n"]
-        lines += [
-            "| Part | Silent | Asking | Rows cost | On average | 99th percentile | The last step |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
-        ]
+        rows = []
         for label in (*PARTS, *WAYS):
             row = record[label]
             strong = "**" if label in WAYS else ""
-            lines.append(
-                f"| {strong}{label}{strong} | {row['silent']:.2f} | {row['asking']:.2f} "
-                f"| {strong}{row['more']:+.2f}{strong} | {row['more_mean']:+.2f} "
-                f"| {row['p99'][0]:.2f}, {row['p99'][1]:.2f} "
-                f"| {row['last'][0]:.2f}, {row['last'][1]:.2f} |"
+            rows.append(
+                [
+                    f"{strong}{label}{strong}",
+                    f"{row['silent']:.2f}",
+                    f"{row['asking']:.2f}",
+                    f"{strong}{row['more']:+.2f}{strong}",
+                    f"{row['more_mean']:+.2f}",
+                    *("{:.2f}, {:.2f}".format(*row[key]) for key in ("p99", "last")),
+                ]
             )
-        lines.append("")
-    return "\n".join(lines)
+        parts += [f"## {record['load']}\n", table([*head, "The last step"], rows)]
+    return "\n".join(parts)
 
 
 def main() -> int:
@@ -316,12 +318,12 @@ def main() -> int:
     for number, load in enumerate(LOADS):
         print(load, flush=True)
         records.append(summarize(load, measure(load, number)))
-    text = table(records)
+    text = report_text(records)
     print(text)
     if arguments.out:
         arguments.out.write_text(
             "# What rows cost the host\n\n"
-            f"`{' '.join(Path(word).name for word in sys.argv)}`: {LAYERS} layers, top-{TOP_K}, "
+            f"`python {' '.join(command())}`: {LAYERS} layers, top-{TOP_K}, "
             f"uint8; vllm {vllm.__version__}, Python {platform.python_version()}. Milliseconds a "
             "step, the median over the decode steps; what rows cost is the difference of the two "
             "engines at the same step, its median and its average (in some steps all requests fill "

@@ -10,8 +10,8 @@ a turn of each engine, and of each opt-in mode, with the same prompts, in random
 round in the reverse order. Ratios are taken within a round.
 
 Every turn is appended to OUT/records.jsonl; run again, and it goes on there, with the same or
-other engines. OUT/report.md, report.json and overhead.png are made at the end, also when time is up
-or something failed, and with `--report-only`. This process needs no vLLM: each engine has its own.
+other engines. OUT/report.md and report.json are made at the end, also when time is up or something
+failed, and with `--report-only`. This process needs no vLLM: each engine has its own.
 """
 
 from __future__ import annotations
@@ -22,222 +22,28 @@ import json
 import random
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 
-from benchmarks.builds import ROOT, Process, Variant, read_builds, read_variants
+from benchmarks.builds import Process, Variant, read_builds, read_variants
+from benchmarks.common import WORK, Failure, Gpu, Records, command, end_orderly, tell
+from benchmarks.engine import Engine, engine_options
 from benchmarks.loads import Load, loads_of, modes_of
 from benchmarks.report import write_report
 from harness.shapes import MODELS, model_config
 
-WORK = ROOT / "build/bench"
 # Kept for stopping the engines and writing the report, seconds.
 END_S = 15.0
 # No turn takes longer, unless it hangs.
 TURN_S = 90.0
 # Kept for counting kernels, seconds an engine's mode.
 KERNELS_S = 12.0
-
-
-class Failure(Exception):
-    """The benchmark cannot go on; the text says why."""
-
-
-def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
-    """Arguments of the engine that all variants share."""
-    if model == "tiny":
-        return {
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 512,
-            "max_num_seqs": 16,
-            "block_size": 32,
-            "enable_prefix_caching": True,
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": 64 << 20,
-            "seed": 0,
-        }
-    return {
-        "max_model_len": 4096,
-        "max_num_batched_tokens": 8192,
-        "max_num_seqs": 128,
-        "enable_prefix_caching": True,
-        # The cache's size is given: nothing is measured while other engines hold memory, and all
-        # engines have the same number of blocks.
-        "gpu_memory_utilization": 0.1,
-        "kv_cache_memory_bytes": int(kv_gib * 2**30),
-        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
-        "seed": 0,
-    }
-
-
-class Engine:
-    """A worker process and the socket to it."""
-
-    def __init__(self, variant: Variant, process: Process, listener: socket.socket) -> None:
-        self.variant = variant
-        self.process = process
-        self._listener = listener
-        self._connection: socket.socket | None = None
-        self._lines: Any = None
-
-    def hear(self, timeout_s: float) -> dict[str, Any]:
-        """The next message; the first waits for the worker to connect.
-
-        Raises:
-            Failure: it ended, said nothing in time, or says that something failed.
-        """
-        ends = time.monotonic() + timeout_s
-        while self._connection is None:
-            self._look(ends)
-            with contextlib.suppress(TimeoutError):
-                self._connection, _ = self._listener.accept()
-                self._lines = self._connection.makefile("rb")
-        # A line may come in pieces, and a file object is of no use after a timeout.
-        while True:
-            self._look(ends)
-            self._connection.settimeout(1.0)
-            with contextlib.suppress(TimeoutError):
-                if self._connection.recv(1, socket.MSG_PEEK) == b"":
-                    raise Failure(self._told("ended"))
-                break
-        self._connection.settimeout(max(5.0, ends - time.monotonic()))
-        try:
-            message = json.loads(self._lines.readline())
-        except (OSError, ValueError) as error:
-            raise Failure(self._told(f"broke off: {error}")) from error
-        if "error" in message:
-            raise Failure(self._told(message["error"]))
-        return message
-
-    def ask(self, do: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """Have the worker do something, and wait for its answer. Raises Failure as `hear` does."""
-        self.tell(do, **arguments)
-        return self.hear(timeout_s)
-
-    def tell(self, do: str, **arguments: Any) -> None:
-        """Have the worker do something; `hear` gets its answer. Raises Failure if it is gone."""
-        assert self._connection is not None
-        try:
-            self._connection.sendall((json.dumps({"do": do, **arguments}) + "\n").encode())
-        except OSError as error:
-            raise Failure(self._told(f"is gone: {error}")) from error
-
-    def cpu_seconds(self) -> float:
-        """Processor seconds of all its processes so far."""
-        total = 0.0
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    times = process.cpu_times()
-                    total += times.user + times.system
-        return total
-
-    def _look(self, ends: float) -> None:
-        if self.process.poll() is not None:
-            raise Failure(self._told(f"ended with status {self.process.poll()}"))
-        if time.monotonic() > ends:
-            raise Failure(self._told("said nothing in time"))
-
-    def _told(self, what: str) -> str:
-        tail = self.process.tail(40)
-        return f"engine {self.variant.name}: {what}\n--- end of its log ---\n{tail}"
-
-
-class Gpu:
-    """Clock, power and temperature of the GPU, where NVML is there to tell."""
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        with contextlib.suppress(Exception):
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-            self._nvml = pynvml
-
-    @property
-    def name(self) -> str:
-        """Its name, or empty."""
-        return str(self._nvml.nvmlDeviceGetName(self._handle)) if self.there else ""
-
-    @property
-    def there(self) -> bool:
-        """Whether there is a GPU."""
-        return self._nvml is not None
-
-    def read(self) -> dict[str, int]:
-        """MHz of the multiprocessors, watts and degrees Celsius now; empty without NVML."""
-        if self._nvml is None:
-            return {}
-        nvml = self._nvml
-        with contextlib.suppress(nvml.NVMLError):
-            return {
-                "mhz": nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
-                "watts": nvml.nvmlDeviceGetPowerUsage(self._handle) // 1000,
-                "celsius": nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
-            }
-        return {}
-
-
-class Records:
-    """The file of records: one JSON object a line, appended and flushed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.all: list[dict[str, Any]] = []
-        if path.exists():
-            text = path.read_text()
-            # A kill can leave half a line.
-            whole = text[: text.rfind("\n") + 1]
-            if whole != text:
-                path.write_text(whole)
-            self.all = [json.loads(line) for line in whole.splitlines()]
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Append a record."""
-        self.all.append(record)
-        with self.path.open("a") as out:
-            out.write(json.dumps(record) + "\n")
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """Records of a kind."""
-        return [record for record in self.all if record["kind"] == kind]
-
-    def begin(self, setup: dict[str, Any]) -> None:
-        """Write the setup, or see that it is the one that is there.
-
-        Raises:
-            Failure: the records are of another setup.
-        """
-        for there in self.of("setup"):
-            if there != {"kind": "setup", **json.loads(json.dumps(setup))}:
-                raise Failure(f"{self.path} holds records of another setup: take another --out")
-            return
-        self.add({"kind": "setup", **setup})
-
-    def rounds(self, engines: Sequence[str]) -> dict[str, int]:
-        """Last complete round of each load with just these engines."""
-        starts = {
-            start["start"]
-            for start in self.of("start")
-            if sorted(engine["name"] for engine in start["engines"]) == sorted(engines)
-        }
-        counts: dict[tuple[int, str, int], int] = {}
-        last: dict[str, int] = {}
-        for turn in self.of("turn"):
-            key = (turn["start"], turn["load"], turn["round"])
-            counts[key] = counts.get(key, 0) + 1
-            if turn["start"] in starts and counts[key] == turn["of"]:
-                last[turn["load"]] = max(last.get(turn["load"], 0), turn["round"])
-        return last
 
 
 def turns_of(
@@ -341,7 +147,7 @@ class Bench:
                 {
                     "kind": "start",
                     "start": self.start_number,
-                    "command": [bare(word) for word in sys.argv],
+                    "command": command(),
                     "when": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
                     "cores": psutil.cpu_count(),
                     "engines": started,
@@ -448,20 +254,6 @@ class Bench:
                     continue
                 ends[engine.variant.name]["kernels"] = told
         self.records.add({"kind": "end", "start": self.start_number, "engines": ends})
-
-
-def bare(word: str) -> str:
-    """A word of the command without this machine's folders."""
-    name, equals, place = word.partition("=")
-    return f"{name}={Path(place).name}" if equals and "/" in place else Path(word).name or word
-
-
-def tell(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-def end_orderly(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,27 +9,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Fewer say nothing: no percentage, no interval and no verdict is given for them.
+ENOUGH_PAIRS = 8
+
 
 @dataclass(frozen=True)
 class Estimate:
     """A difference in percent, with its interval.
 
     Attributes:
+        pairs: number of pairs; with fewer than `ENOUGH_PAIRS` the rest is None.
         percent: the Hodges-Lehmann estimate: by how many percent the ratio is above 1.
-        low: lower end of the 95 % interval, in percent; None with fewer than six pairs.
+        low: lower end of the 95 % interval, in percent.
         high: upper end.
-        pairs: number of pairs.
     """
 
-    percent: float
-    low: float | None
-    high: float | None
     pairs: int
+    percent: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        """As tables have it: +0.12 % [+0.05, +0.19]."""
+        if self.percent is None:
+            return "too few rounds"
+        return f"{self.percent:+.2f} % [{self.low:+.2f}, {self.high:+.2f}]"
 
 
-def critical_rank(pairs: int, level: float = 0.95) -> int | None:
+def critical_rank(pairs: int, level: float = 0.95) -> int:
     """The largest w with P(W <= w) <= (1 - level) / 2, for W the signed-rank statistic of Wilcoxon
-    for `pairs` pairs, from its exact distribution. None: there is none, the pairs are too few.
+    for six `pairs` or more, from its exact distribution.
     """
     distribution = np.ones(1)
     for rank in range(1, pairs + 1):
@@ -38,7 +47,7 @@ def critical_rank(pairs: int, level: float = 0.95) -> int | None:
         wider[rank:] += distribution / 2
         distribution = wider
     below = int(np.searchsorted(np.cumsum(distribution), (1 - level) / 2, side="right"))
-    return below - 1 if below else None
+    return below - 1
 
 
 def compare(times: Sequence[float], references: Sequence[float]) -> Estimate:
@@ -54,17 +63,16 @@ def compare(times: Sequence[float], references: Sequence[float]) -> Estimate:
     """
     if not times:
         raise ValueError("no pairs to compare")
+    if len(times) < ENOUGH_PAIRS and len(times) == len(references):
+        return Estimate(len(times))
     logs = np.array([math.log(t / r) for t, r in zip(times, references, strict=True)])
     first, second = np.triu_indices(len(logs))
     means = np.sort((logs[first] + logs[second]) / 2)
     rank = critical_rank(len(logs))
 
-    def percent(value: float) -> float:
+    def percent(value: np.float64) -> float:
         return 100 * math.expm1(value)
 
     return Estimate(
-        percent(float(np.median(means))),
-        None if rank is None else percent(float(means[rank])),
-        None if rank is None else percent(float(means[-1 - rank])),
-        len(logs),
+        len(logs), percent(np.median(means)), percent(means[rank]), percent(means[-1 - rank])
     )

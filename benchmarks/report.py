@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and a picture from the records of `overhead.py`."""
+"""Tables from the records of `overhead.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import table
 from benchmarks.paired import Estimate, compare
 
 Record = dict[str, Any]
@@ -30,7 +31,7 @@ class Comparison:
         seconds: the difference of a round's time, everything included.
         step: the difference of a decode step's time; None for loads that are not decoding.
         step_us: median microseconds of a step, of the reference and of the label.
-        starts: the seconds' estimate of each start of the engines, in percent.
+        starts: the seconds' estimate of each start of the engines.
     """
 
     load: str
@@ -40,7 +41,7 @@ class Comparison:
     seconds: Estimate
     step: Estimate | None
     step_us: tuple[float, float] | None
-    starts: list[float]
+    starts: list[Estimate]
 
     @property
     def verdict(self) -> str:
@@ -49,7 +50,7 @@ class Comparison:
         if self.target is None:
             return ""
         if low is None or high is None:
-            return "too few rounds"
+            return ""
         if high <= self.target:
             return "met"
         if low > self.target:
@@ -149,7 +150,7 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
                 starts.append(
                     compare(
                         [r[label]["seconds"] for r in own], [r[reference]["seconds"] for r in own]
-                    ).percent
+                    )
                 )
             against_off = by_name[reference[0]]["flag"] == "off"
             found.append(
@@ -165,24 +166,6 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
                 )
             )
     return found
-
-
-def percent(value: float) -> str:
-    return f"{value:+.2f} %"
-
-
-def with_interval(estimate: Estimate) -> str:
-    """An estimate as tables have it: +0.12 % [+0.05, +0.19]."""
-    text = percent(estimate.percent)
-    if estimate.low is not None and estimate.high is not None:
-        text += f" [{estimate.low:+.2f}, {estimate.high:+.2f}]"
-    return text
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
 
 
 def spreads(records: Sequence[Record]) -> list[list[str]]:
@@ -312,11 +295,11 @@ def report_text(records: Sequence[Record]) -> str:
                     c.load,
                     c.label,
                     c.reference,
-                    with_interval(c.seconds),
-                    with_interval(c.step) if c.step else "",
+                    str(c.seconds),
+                    str(c.step or ""),
                     f"{c.step_us[0]:,.1f} → {c.step_us[1]:,.1f}" if c.step_us else "",
                     c.seconds.pairs,
-                    "" if c.target is None else f"{c.target:.1f} %",
+                    "" if c.target is None or c.seconds.percent is None else f"{c.target:.1f} %",
                     c.verdict,
                 ]
                 for c in found
@@ -334,7 +317,7 @@ def report_text(records: Sequence[Record]) -> str:
             table(
                 ["Load", "Compared", "With", "Time"],
                 [
-                    [c.load, c.label, c.reference, ", ".join(percent(p) for p in c.starts)]
+                    [c.load, c.label, c.reference, ", ".join(map(str, c.starts))]
                     for c in found
                     if len(c.starts) > 1
                 ],
@@ -390,64 +373,11 @@ def report_text(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def draw(found: Sequence[Comparison], path: Path, title: str) -> None:
-    """Every comparison as a point with its interval, one panel a load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    loads = list(dict.fromkeys(c.load for c in found))
-    most = max(sum(c.load == load for c in found) for load in loads)
-    figure, panels = pyplot.subplots(
-        1,
-        len(loads),
-        figsize=(3.4 + 3.2 * len(loads), 1.6 + 0.42 * most),
-        squeeze=False,
-        layout="constrained",
-    )
-    for panel, load in zip(panels[0], loads, strict=True):
-        own = [c for c in found if c.load == load]
-        for height, c in enumerate(reversed(own)):
-            for estimate, color, shift in ((c.seconds, "C0", 0.1), (c.step, "C1", -0.12)):
-                if estimate is None:
-                    continue
-                if estimate.low is not None and estimate.high is not None:
-                    panel.plot(
-                        [estimate.low, estimate.high], [height + shift] * 2, color=color, lw=2
-                    )
-                panel.plot(estimate.percent, height + shift, "o", color=color, ms=4)
-            if c.target is not None:
-                panel.plot([c.target] * 2, [height - 0.35, height + 0.35], color="C3", lw=1.5)
-        panel.axvline(0, color="0.6", lw=0.8, zorder=0)
-        panel.set_yticks(
-            range(len(own)), [f"{c.label}\nwith {c.reference}" for c in reversed(own)], fontsize=7
-        )
-        panel.set_ylim(-0.6, len(own) - 0.4)
-        panel.margins(x=0.1)
-        panel.set_title(load, fontsize=10)
-        panel.set_xlabel("costs, %", fontsize=8)
-        panel.tick_params(axis="x", labelsize=8)
-        panel.set_xscale("symlog", linthresh=1)
-        panel.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-    figure.suptitle(
-        f"{title}\ntime of a round (blue), of a decode step (orange), 95 % intervals; "
-        "red: what it may cost",
-        fontsize=9,
-    )
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def write_report(records: Sequence[Record], out: Path) -> str:
-    """Write report.md, report.json and overhead.png; returns the report's text."""
+    """Write report.md and report.json; returns the report's text."""
     text = report_text(records)
     (out / "report.md").write_text(text)
     found = comparisons(records)
     summary = [{**asdict(c), "verdict": c.verdict} for c in found]
     (out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
-    setup = next(record for record in records if record["kind"] == "setup")
-    if found:
-        device = engines_of(records)[0]["gpu"] or "CPU"
-        draw(found, out / "overhead.png", f"{setup['model']}, {setup['layers']} layers, {device}")
     return text

@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.latency import PHASES, comparisons_of, phases_of, report_text, summarize
+from benchmarks.latency_report import (
+    PHASES,
+    comparisons_of,
+    phases_of,
+    report_text,
+    summarize,
+)
 
 
 def test_gaps_belong_to_the_phase_in_which_they_begin() -> None:
@@ -53,7 +59,7 @@ def test_quantiles_are_over_all_rounds() -> None:
 
 
 def test_report_names_load_and_ratio() -> None:
-    text = report_text(records_of(6))
+    text = report_text(records_of(8))
     assert "4 requests of 100 tokens" in text
     assert "| patched opt-in, all | from its last steps until the last answer is read |" in text
     assert "| patched opt-in, ended, p50 | +0.00 % [+0.00, +0.00] |" in text
@@ -94,7 +100,7 @@ def test_report_of_streams_without_a_burst() -> None:
             "gaps_ms": {"alone": [gap * number] * 20},
             "answers_mb": 1.5,
         }
-        for number in range(1, 7)
+        for number in range(1, 9)
         for server, mode, gap in STREAMS
     ]
     # The first recorded round goes backwards.
@@ -102,7 +108,7 @@ def test_report_of_streams_without_a_burst() -> None:
     start["versions"] = [f"{server} 1" for server in dict.fromkeys(s for s, _, _ in STREAMS)]
     text = report_text([{**setup, "requests": 0}, start, *turns])
     assert "2 streams of 10 tokens" in text
-    assert "| patched opt-in, tenth | 6 | 36.75 | 63.00 | 63.00 | 1.50 |" in text
+    assert "| patched opt-in, tenth | 8 | 47.25 | 84.00 | 84.00 | 1.50 |" in text
     assert "| pristine on, on / pristine off, p99 | +30.00 % [+30.00, +30.00] |" in text
     assert "| patched off, off / pristine off, p50 | +0.00 % [+0.00, +0.00] |" in text
     assert "| patched opt-in, all / patched off, p50 | +10.00 % [+10.00, +10.00] |" in text

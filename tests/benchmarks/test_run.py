@@ -43,9 +43,9 @@ def complete_rounds(out: Path, load: str) -> list[int]:
 
 
 def test_rounds_and_what_they_cost(tmp_path: Path, build: Path) -> None:
-    done = run(*command(tmp_path / "out", build, "--rounds", "7"))
+    done = run(*command(tmp_path / "out", build, "--rounds", "8"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert complete_rounds(tmp_path / "out", "decode") == [1, 2, 3, 4, 5, 6, 7]
+    assert complete_rounds(tmp_path / "out", "decode") == [1, 2, 3, 4, 5, 6, 7, 8]
     found = {
         (c["load"], c["label"]): c
         for c in json.loads((tmp_path / "out/report.json").read_text())
@@ -56,7 +56,7 @@ def test_rounds_and_what_they_cost(tmp_path: Path, build: Path) -> None:
     assert everybody["step"]["percent"] == pytest.approx(50)
     assert everybody["step_us"] == pytest.approx([1000, 1500])
     assert found["decode", "patched opt-in, silent"]["seconds"]["percent"] == pytest.approx(0)
-    assert "same tokens: decode 7 of 7; single 7 of 7" in done.stdout
+    assert "same tokens: decode 8 of 8; single 8 of 8" in done.stdout
 
 
 def test_a_killed_run_goes_on(tmp_path: Path, build: Path) -> None:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the timed benchmarks share: records on disk, the GPU's state, words and tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks.builds import ROOT
+
+WORK = ROOT / "build/bench"
+
+
+class Failure(Exception):
+    """The benchmark cannot go on; the text says why."""
+
+
+class Gpu:
+    """Clock, power and temperature of the GPU, where NVML is there to tell."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        with contextlib.suppress(Exception):
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._nvml = pynvml
+
+    @property
+    def name(self) -> str:
+        """Its name, or empty."""
+        return str(self._nvml.nvmlDeviceGetName(self._handle)) if self.there else ""
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a GPU."""
+        return self._nvml is not None
+
+    def read(self) -> dict[str, int]:
+        """MHz of the multiprocessors, watts and degrees Celsius now; empty without NVML."""
+        if self._nvml is None:
+            return {}
+        nvml = self._nvml
+        with contextlib.suppress(nvml.NVMLError):
+            return {
+                "mhz": nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
+                "watts": nvml.nvmlDeviceGetPowerUsage(self._handle) // 1000,
+                "celsius": nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
+            }
+        return {}
+
+
+class Records:
+    """The file of records: one JSON object a line, appended and flushed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.all: list[dict[str, Any]] = []
+        if path.exists():
+            text = path.read_text()
+            # A kill can leave half a line.
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                path.write_text(whole)
+            self.all = [json.loads(line) for line in whole.splitlines()]
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append a record."""
+        self.all.append(record)
+        with self.path.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Records of a kind."""
+        return [record for record in self.all if record["kind"] == kind]
+
+    def begin(self, setup: dict[str, Any]) -> None:
+        """Write the setup, or see that it is the one that is there.
+
+        Raises:
+            Failure: the records are of another setup.
+        """
+        for there in self.of("setup"):
+            if there != {"kind": "setup", **json.loads(json.dumps(setup))}:
+                raise Failure(f"{self.path} holds records of another setup: take another --out")
+            return
+        self.add({"kind": "setup", **setup})
+
+    def rounds(self, engines: Sequence[str]) -> dict[str, int]:
+        """Last complete round of each load with just these engines."""
+        starts = {
+            start["start"]
+            for start in self.of("start")
+            if sorted(engine["name"] for engine in start["engines"]) == sorted(engines)
+        }
+        counts: dict[tuple[int, str, int], int] = {}
+        last: dict[str, int] = {}
+        for turn in self.of("turn"):
+            key = (turn["start"], turn["load"], turn["round"])
+            counts[key] = counts.get(key, 0) + 1
+            if turn["start"] in starts and counts[key] == turn["of"]:
+                last[turn["load"]] = max(last.get(turn["load"], 0), turn["round"])
+        return last
+
+
+def command() -> list[str]:
+    """This program's arguments of Python, without this machine's folders."""
+    return ["-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(bare, sys.argv[1:])]
+
+
+def bare(word: str) -> str:
+    """A word of the command without this machine's folders."""
+    name, equals, place = word.partition("=")
+    return f"{name}={Path(place).name}" if equals and "/" in place else Path(word).name or word
+
+
+def tell(text: str) -> None:
+    """Print a line with the time of day."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def end_orderly(number: int, frame: FrameType | None) -> None:
+    """A signal's handler."""
+    raise KeyboardInterrupt
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine of `overhead.py`: a worker process and the socket to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+import psutil
+
+from benchmarks.builds import Process, Variant
+from benchmarks.common import Failure
+
+
+def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
+    """Arguments of the engine that all variants share."""
+    if model == "tiny":
+        return {
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 16,
+            "block_size": 32,
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "seed": 0,
+        }
+    return {
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 128,
+        "enable_prefix_caching": True,
+        # The cache's size is given: nothing is measured while other engines hold memory, and all
+        # engines have the same number of blocks.
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": int(kv_gib * 2**30),
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
+        "seed": 0,
+    }
+
+
+class Engine:
+    """A worker process and the socket to it."""
+
+    def __init__(self, variant: Variant, process: Process, listener: socket.socket) -> None:
+        self.variant = variant
+        self.process = process
+        self._listener = listener
+        self._connection: socket.socket | None = None
+        self._lines: Any = None
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        """The next message; the first waits for the worker to connect.
+
+        Raises:
+            Failure: it ended, said nothing in time, or says that something failed.
+        """
+        ends = time.monotonic() + timeout_s
+        while self._connection is None:
+            self._look(ends)
+            with contextlib.suppress(TimeoutError):
+                self._connection, _ = self._listener.accept()
+                self._lines = self._connection.makefile("rb")
+        # A line may come in pieces, and a file object is of no use after a timeout.
+        while True:
+            self._look(ends)
+            self._connection.settimeout(1.0)
+            with contextlib.suppress(TimeoutError):
+                if self._connection.recv(1, socket.MSG_PEEK) == b"":
+                    raise Failure(self._told("ended"))
+                break
+        self._connection.settimeout(max(5.0, ends - time.monotonic()))
+        try:
+            message = json.loads(self._lines.readline())
+        except (OSError, ValueError) as error:
+            raise Failure(self._told(f"broke off: {error}")) from error
+        if "error" in message:
+            raise Failure(self._told(message["error"]))
+        return message
+
+    def ask(self, do: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """Have the worker do something, and wait for its answer. Raises Failure as `hear` does."""
+        self.tell(do, **arguments)
+        return self.hear(timeout_s)
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Have the worker do something; `hear` gets its answer. Raises Failure if it is gone."""
+        assert self._connection is not None
+        try:
+            self._connection.sendall((json.dumps({"do": do, **arguments}) + "\n").encode())
+        except OSError as error:
+            raise Failure(self._told(f"is gone: {error}")) from error
+
+    def cpu_seconds(self) -> float:
+        """Processor seconds of all its processes so far."""
+        total = 0.0
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
+
+    def _look(self, ends: float) -> None:
+        if self.process.poll() is not None:
+            raise Failure(self._told(f"ended with status {self.process.poll()}"))
+        if time.monotonic() > ends:
+            raise Failure(self._told("said nothing in time"))
+
+    def _told(self, what: str) -> str:
+        tail = self.process.tail(40)
+        return f"engine {self.variant.name}: {what}\n--- end of its log ---\n{tail}"
