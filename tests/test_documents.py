@@ -7,12 +7,18 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from harness.checkpoint import make_checkpoint
+from harness.process import QUIET, Kept, free_port
+from tests.deploy.conftest import IMAGE, Stage
 from tools.common.errors import ToolError
 from tools.common.pin import DEFAULT_LINE
 from tools.source.index import Index
@@ -60,6 +66,7 @@ def blocks(name: str) -> dict[str, list[str]]:
 
 CONTRIBUTING = blocks("CONTRIBUTING.md")
 README = blocks("README.md")
+README_TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 class Scratch:
@@ -239,13 +246,77 @@ def test_sending_a_patch_makes_a_branch_and_pushes_nothing(scratch: Scratch) -> 
     assert list((scratch.root / "build" / LINE / "submit").glob("*.md"))
 
 
-def test_the_commands_of_the_readme_work(scratch: Scratch) -> None:
-    lines = [line for found in README.values() for block in found for line in block.splitlines()]
-    commands = [line.split("#")[0].strip() for line in lines]
-    assert "make demo" in commands
-    for command in filter(None, commands):
-        # The whole suite, which this test is part of: that it can be run is what can be seen here.
-        scratch.type("make --dry-run test" if command == "make test" else command)
+def test_the_first_commands_of_the_readme_build_a_wheel_and_prove_it(scratch: Scratch) -> None:
+    serve, prove = README["vllm-routed-experts"]
+    scratch.type(serve.splitlines()[0])
+    assert list((scratch.root / "build/wheels-cuda").glob("vllm-*+re.*.cuda-*x86_64.whl"))
+    # The whole suite, which this test is part of: that it can be run is what can be seen here.
+    scratch.type(prove.replace("make test ", "make --dry-run test "))
+
+
+def test_a_new_user_gets_rows(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """README's first screen, with a small model and the CPU's wheel instead of the large ones."""
+    port = free_port()
+
+    def small(text: str) -> str:
+        text = text.replace("Qwen/Qwen3-30B-A3B", str(checkpoint)).replace(":8000/", f":{port}/")
+        text = text.replace("make wheel-cuda CUDA=cuda", "make wheel")
+        return text.replace("wheels-cuda", "wheels")
+
+    _, install, serve = small(README["vllm-routed-experts"][0]).splitlines()
+    (client,) = re.findall(r"```python\n(.*?)```", README_TEXT, re.DOTALL)
+    assert "`vllm serve … --kv-cache-memory-bytes 1G`" in README_TEXT
+    serve += f" --kv-cache-memory-bytes 1G --port {port}"
+    monkeypatch.setenv("PATH", f"{ROOT / '.venv/bin'}:{os.environ['PATH']}")
+    subprocess.run(["bash", "-euc", install], cwd=ROOT, check=True)
+    with Kept(["bash", "-c", f"exec {serve}"], tmp_path / "server.log", common=QUIET) as server:
+        while server.poll() is None and "startup complete" not in server.tail(5):
+            time.sleep(1)
+        assert server.poll() is None, server.tail(40)
+        done = subprocess.run(
+            [sys.executable, "-c", small(client) + "print(rows.any(axis=(0, 2)).tolist())"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    (prompt,) = re.findall(r'prompt="(.*)"', client)
+    rows, used = done.stdout.splitlines()
+    # Sampled, at most 16 tokens of them: it may end sooner.
+    lengths = range(len(tokenizer.encode(prompt).ids), len(tokenizer.encode(prompt).ids) + 16)
+    assert rows in {str((length, 4, 4)) for length in lengths}
+    assert used == str([True] * 4)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "checkpoint")
+
+
+def test_the_container_commands_of_the_readme_name_one_image(tmp_path: Path) -> None:
+    """With a stand-in for Docker: the image that is built is the one that is run."""
+    stage = Stage(tmp_path)
+    stage.program("docker")
+    (commands,) = README["In a container"]
+    subprocess.run(
+        ["bash", "-euc", commands.replace("sha256:...", IMAGE.partition("@")[2])],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MAKEFLAGS": ""},
+        check=True,
+    )
+    build, run = stage.calls()
+    image = build[build.index("--tag") + 1]
+    model, *flags = run[run.index(image) + 1 :]
+    assert (build[1], run[1], model) == ("build", "run", "Qwen/Qwen3-30B-A3B")
+    assert f"{model} {' '.join(flags)}" in README["vllm-routed-experts"][0]
+
+
+def test_the_wheel_of_the_documents_is_installed_and_verified(scratch: Scratch) -> None:
+    (commands,) = blocks("docs/wheel.md")["The wheel"]
+    assert "base plus series" in scratch.type(commands)
 
 
 def test_every_block_of_the_documents_is_executed_here() -> None:

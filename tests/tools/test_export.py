@@ -255,3 +255,13 @@ def test_a_moved_file_is_written_as_it_is_not_as_a_guess(toy: Toy) -> None:
     assert "rename" not in text
     assert "deleted file mode 100644" in text
     assert "new file mode 100644" in text
+
+
+def test_the_page_that_the_series_adds_to_the_documentation_is_copied(toy: Toy) -> None:
+    toy.commit("[Docs] One page", {"docs/features/routed_experts.md": "# Rows\n"})
+    error = toy.refuse("series", "export", "--check")
+    assert "docs/routed_experts.md" in error.splitlines()[-1]
+    assert not (toy.root / "docs").exists()
+    toy.do("series", "export")
+    assert (toy.root / "docs/routed_experts.md").read_text() == "# Rows\n"
+    toy.do("series", "export", "--check")

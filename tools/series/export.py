@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tools.common.cli import add_flag, add_many, add_series, add_tree, series_of, tree_of
 from tools.common.errors import Problems, ToolError
+from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import am, scratch_worktree
@@ -28,6 +29,8 @@ from tools.series.tree import (
 )
 
 EXAMPLE = "--check"
+# In vLLM's tree.
+PAGE = "docs/features/routed_experts.md"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +50,12 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         check=arguments.check,
         drop=arguments.drop,
     )
-    if arguments.check and done.stale:
+    stale = [*done.stale, *export_page(project, tree_of(arguments, project), arguments.check)]
+    if arguments.check and stale:
         raise ToolError(
-            f"{len(done.stale)} files of the series are not what the build tree exports",
+            f"{len(stale)} files of the series are not what the build tree exports",
             next_step="python -m tools series export",
-            details=done.stale,
+            details=stale,
         )
     for name in done.written:
         print(f"wrote {name}")
@@ -196,6 +200,23 @@ def export_series(
         git.run("update-ref", EXPORTED_REF, "HEAD")
         write_record(git, proof)
     return exported
+
+
+def export_page(project: Project, tree: Path, check: bool) -> list[str]:
+    """Copy the page that the series adds to vLLM's documentation into docs/; its name if it
+    changes. With ``check`` nothing is written."""
+    git = Git(tree)
+    added = git.files("HEAD", PAGE)
+    if not added or git.files(BASE_REF, PAGE):
+        return []
+    page = project.root / "docs" / Path(PAGE).name
+    (data,) = git.contents(entry.blob for entry in added.values()).values()
+    if page.exists() and page.read_bytes() == data:
+        return []
+    if not check:
+        page.parent.mkdir(exist_ok=True)
+        write(page, data)
+    return [str(page.relative_to(project.root))]
 
 
 def _exportable(git: Git) -> list[str]:
