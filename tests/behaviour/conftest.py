@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from harness.checkpoint import make_checkpoint
 from harness.process import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
 
 CHUNK = 64
@@ -74,6 +74,12 @@ def environment() -> Iterator[None]:
         registry = "vllm.model_executor.models.registry"
         patch.setattr(f"{registry}._run_in_subprocess", lambda look: look())
         yield
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    """A small Qwen3-MoE of four layers, the second one dense."""
+    return checkpoint(mlp_only_layers=[1])
 
 
 @pytest.fixture(scope="session")
@@ -144,20 +150,57 @@ def as_prompts(*prompts: list[int]) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": prompt} for prompt in prompts]
 
 
+def make_params(**sampling: Any) -> SamplingParams:
+    """Six tokens, greedily, unless `sampling` says otherwise."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 6, **sampling})
+
+
+def ask(
+    llm: LLM,
+    *prompts: Any,
+    each: Sequence[Mapping[str, Any]] | None = None,
+    lora: Any = None,
+    **sampling: Any,
+) -> list[RequestOutput]:
+    """Complete prompts at once.
+
+    Args:
+        prompts: token ids, or vLLM's own dictionaries.
+        each: for each prompt, fields of its `SamplingParams` alone.
+        lora: of `LLM.generate`.
+        sampling: fields of `SamplingParams` of all.
+    """
+    given = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
+    params = [make_params(**{**sampling, **own}) for own in each or [{}] * len(prompts)]
+    return llm.generate(given, params, use_tqdm=False, lora_request=lora)
+
+
+def scheduler_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def assert_rows(
+    model: Path, tokens: Sequence[int], rows: npt.NDArray[Any], start: int = 0
+) -> oracle.Comparison:
+    """Every position from `start` on but the last has the oracle's row."""
+    assert len(rows) == len(tokens) - 1 - start
+    comparison = oracle.compare(rows, oracle.route(model, tokens), start)
+    assert comparison.agree == comparison.rows, comparison.disagreements[0]
+    return comparison
+
+
 def assert_true_rows(
     model: Path, prompt: list[int], completion: CompletionOutput, start: int = 0
 ) -> None:
     """Every position of prompt and output but the last has the oracle's row."""
     tokens = [*prompt, *completion.token_ids]
-    rows = completion.routed_experts
-    assert rows is not None
+    assert completion.routed_experts is not None
     assert completion.routed_experts_start == start
     assert completion.num_prompt_tokens == len(prompt)
-    assert len(rows) == len(tokens) - 1 - start
-    routes = oracle.route(model, tokens)
-    assert completion.moe_layers == routes.layers
-    comparison = oracle.compare(rows, routes, start)
-    assert comparison.agree == comparison.rows, comparison.disagreements[0]
+    assert completion.moe_layers == oracle.route(model, tokens).layers
+    comparison = assert_rows(model, tokens, completion.routed_experts, start)
     # Where ties are common, agreeing says little. One may occur in any sequence.
     assert comparison.ties <= 1 + comparison.decisions // 1000
 
@@ -167,9 +210,7 @@ def compare_with_one_engine(
 ) -> oracle.Comparison:
     """With the rows that this engine makes of the tokens, and with the oracle's: every row twice.
     A tie of the router's scores may go either way."""
-    from vllm import SamplingParams
-
-    (output,) = llm.generate(as_prompts(tokens), SamplingParams(max_tokens=1), use_tqdm=False)
+    (output,) = ask(llm, tokens, max_tokens=1)
     routes = oracle.route(model, tokens)
     alone = output.outputs[0].routed_experts[:, list(routes.layers)]
     alone_ids = np.sort(alone.transpose(1, 0, 2).astype(np.int64), axis=-1)

@@ -13,11 +13,10 @@ import torch
 
 from harness import oracle, recorder
 from harness.choice import Choice
-from tests.behaviour.conftest import CHUNK, as_prompts, assert_all_true, random_prompt, running
+from tests.behaviour.conftest import CHUNK, ask, assert_all_true, random_prompt, running
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.outputs import RequestOutput
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 LENGTHS = (5, 2 * CHUNK + 9, 40, 1)
@@ -35,13 +34,6 @@ def assert_kernel(llm: LLM, kernel: str) -> None:
     assert llm.apply_model(find) == [{kernel}]
 
 
-def generate(llm: LLM, *prompts: list[int]) -> list[RequestOutput]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=MAX_TOKENS)
-    return llm.generate(as_prompts(*prompts), params, use_tqdm=False)
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize(
     ("has_amx", "kernel"), [(False, "forward_grouped_gemm"), (True, "forward_torch")]
@@ -56,7 +48,7 @@ def test_rows_in_float32_are_those_of_transformers(
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
     with running(checkpoint(family)) as llm:
         assert_kernel(llm, kernel)
-        outputs = generate(llm, *(random_prompt(i, n) for i, n in enumerate(LENGTHS)))
+        outputs = ask(llm, *(random_prompt(i, n) for i, n in enumerate(LENGTHS)))
     assert_all_true(checkpoint(family), outputs)
 
 
@@ -81,7 +73,7 @@ def test_rows_in_bfloat16_are_what_the_logits_of_the_same_forward_choose(
         assert_kernel(llm, kernel)
         llm.collective_rpc("record_start")
         for seed, length in enumerate(LENGTHS):
-            (output,) = generate(llm, random_prompt(seed, length))
+            (output,) = ask(llm, random_prompt(seed, length), max_tokens=MAX_TOKENS)
             routes = Choice(top_k=4).routes(recorder.take(llm), 4, {})
             rows = output.outputs[0].routed_experts
             assert len(rows) == length + MAX_TOKENS - 1

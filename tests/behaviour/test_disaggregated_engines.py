@@ -4,7 +4,7 @@ tokens and rows of one engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from harness import disaggregated
 from harness.server import Server
 from tests.behaviour.conftest import (
     BLOCK,
-    as_prompts,
+    ask,
     compare_with_one_engine,
     random_prompt,
     run_demo,
@@ -42,11 +42,6 @@ class Pair:
     prefill: Server
     decode: Server
     url: str
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(mlp_only_layers=[1])
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +93,6 @@ def assert_rows_of_one_engine(
 def test_joined_answers_have_the_tokens_and_rows_of_one_engine(
     pair: Pair, one_engine: LLM, model: Path
 ) -> None:
-    from vllm import SamplingParams
-
     def complete(number: int) -> Completion:
         sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": MAX_TOKENS}
         (completion,) = generate(pair.url, PROMPTS[number], sampling, stream=number % 2 == 1)
@@ -110,8 +103,7 @@ def test_joined_answers_have_the_tokens_and_rows_of_one_engine(
         completions = list(pool.map(complete, range(len(PROMPTS))))
     blocks = [(length - 1) // BLOCK for length in LENGTHS]
     assert (pair.decode.metric(disaggregated.RECEIVED) or 0) - before == BLOCK * sum(blocks)
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=MAX_TOKENS)
-    outputs = one_engine.generate(as_prompts(*PROMPTS), params, use_tqdm=False)
+    outputs = ask(one_engine, *PROMPTS, max_tokens=MAX_TOKENS)
     for completion, output in zip(completions, outputs, strict=True):
         assert completion.token_ids == tuple(output.outputs[0].token_ids)
         assert_rows_of_one_engine(one_engine, model, completion)

@@ -29,7 +29,7 @@ from harness.choice import Choice
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
-    as_prompts,
+    ask,
     assert_all_true,
     random_prompt,
     running,
@@ -93,10 +93,7 @@ class Served:
     llm: LLM
 
     def ask(self, *prompts: list[int], max_tokens: int = 8) -> list[RequestOutput]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
-        return self.llm.generate(as_prompts(*prompts), params, use_tqdm=False)
+        return ask(self.llm, *prompts, max_tokens=max_tokens)
 
 
 @contextmanager

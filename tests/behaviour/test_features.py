@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every feature that makes tokens come, go or repeat, with the prefix cache on and off: rows
-are the oracle's, row by row."""
+"""One engine, with the prefix cache on and off: the form of rows, what they leave alone, and every
+feature that makes tokens come, go or repeat. Rows are the oracle's, row by row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from harness import oracle
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
     as_prompts,
+    ask,
     assert_all_true,
+    assert_rows,
+    make_params,
     random_prompt,
     running,
+    scheduler_of,
 )
 
 if TYPE_CHECKING:
@@ -36,23 +39,10 @@ class Engine:
     caching: bool
 
     def ask(self, *prompts: Any, **sampling: Any) -> list[RequestOutput]:
-        """Of token ids, or of vLLM's prompt dictionaries."""
-        given = [p if isinstance(p, dict) else as_prompts(p)[0] for p in prompts]
-        return self.llm.generate(given, params(**sampling), use_tqdm=False)
+        return ask(self.llm, *prompts, **sampling)
 
     def assert_cached(self, output: RequestOutput, tokens: int) -> None:
         assert output.num_cached_tokens == (tokens if self.caching else 0)
-
-
-def params(**sampling: Any) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 6, **sampling})
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(mlp_only_layers=[1])
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["caching", "no_caching"])
@@ -61,8 +51,67 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
         yield Engine(llm, model, request.param)
 
 
-def test_rows_of_a_prompt_in_chunks_are_true(engine: Engine) -> None:
-    assert_all_true(engine.model, engine.ask(random_prompt(1, 5 * CHUNK + 7)))
+@pytest.mark.parametrize("length", [1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+def test_prompt_of_any_length_has_true_rows(engine: Engine, length: int) -> None:
+    assert_all_true(engine.model, engine.ask(random_prompt(length, length)))
+
+
+def test_dense_layers_are_zero_and_not_named(engine: Engine) -> None:
+    completion = engine.ask(random_prompt(305, 30))[0].outputs[0]
+    assert completion.moe_layers == (0, 2, 3)
+    assert not completion.routed_experts[:, 1].any()
+
+
+def test_rows_are_one_byte_an_id(engine: Engine) -> None:
+    rows = engine.ask(random_prompt(306, 30))[0].outputs[0].routed_experts
+    assert rows.dtype == np.uint8
+    assert rows.shape == (35, 4, 4)
+
+
+def test_split_tells_prompt_from_generation(engine: Engine) -> None:
+    completion = engine.ask(random_prompt(307, 30))[0].outputs[0]
+    prompt_rows, generation_rows = completion.split_routed_experts()
+    assert (len(prompt_rows), len(generation_rows)) == (30, 5)
+
+
+def test_seeded_request_samples_the_same_in_chunks(engine: Engine) -> None:
+    """A chunk's discarded sample must not advance the request's random numbers."""
+    prompt = random_prompt(308, 3 * CHUNK)
+    options = {"temperature": 1.0, "seed": 7, "max_tokens": 12}
+    (in_chunks,) = engine.ask(prompt, **options)
+    with running(engine.model, max_num_batched_tokens=512) as whole:
+        (at_once,) = ask(whole, prompt, **options)
+    assert in_chunks.outputs[0].token_ids == at_once.outputs[0].token_ids
+    assert_all_true(engine.model, [in_chunks])
+
+
+def test_preempted_requests_have_true_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted = []
+    # Room for 30 blocks: eight requests of up to 8 blocks each must take turns.
+    with running(model, num_gpu_blocks_override=30) as small:
+        scheduler = scheduler_of(small)
+        preempt = scheduler._preempt_request
+        monkeypatch.setattr(
+            scheduler,
+            "_preempt_request",
+            lambda request, at: (preempted.append(request.request_id), preempt(request, at)),
+        )
+        prompts = [random_prompt(400 + i, 3 * BLOCK) for i in range(8)]
+        outputs = ask(small, *prompts, max_tokens=5 * BLOCK)
+        assert len(scheduler.routed_experts_manager) == 0
+    assert preempted
+    assert_all_true(model, outputs)
+
+
+def test_tokens_are_those_of_an_engine_without_rows(engine: Engine) -> None:
+    prompts = [random_prompt(500 + i, n) for i, n in enumerate((5, 90, 200))]
+    options = {"enable_return_routed_experts": False, "enable_prefix_caching": engine.caching}
+    with running(engine.model, **options) as silent:
+        expected = ask(silent, *prompts, logprobs=2)
+    for got, want in zip(engine.ask(*prompts, logprobs=2), expected, strict=True):
+        assert got.outputs[0].token_ids == want.outputs[0].token_ids
+        assert got.outputs[0].logprobs == want.outputs[0].logprobs
+        assert want.outputs[0].routed_experts is None
 
 
 def test_rows_are_true_where_chunks_and_single_tokens_share_steps(engine: Engine) -> None:
@@ -219,7 +268,7 @@ def collect(engine: Engine, prompts: dict[str, list[int]], steps: int, **samplin
 
     kept: dict[str, tuple[list[int], list[np.ndarray]]] = {r: ([], []) for r in prompts}
     for request_id, prompt in prompts.items():
-        given = params(output_kind=RequestOutputKind.DELTA, **sampling)
+        given = make_params(output_kind=RequestOutputKind.DELTA, **sampling)
         engine.llm.llm_engine.add_request(request_id, as_prompts(prompt)[0], given)
     for _ in range(steps):
         keep(engine, kept)
@@ -237,10 +286,7 @@ def keep(engine: Engine, kept: dict[str, tuple[list[int], list[np.ndarray]]]) ->
 
 
 def assert_pieces_true(model: Path, prompt: list[int], tokens: list[int], rows: Any) -> None:
-    whole = np.concatenate(rows)
-    assert len(whole) == len(prompt) + len(tokens) - 1
-    comparison = oracle.compare(whole, oracle.route(model, [*prompt, *tokens]))
-    assert comparison.agree == comparison.rows, comparison.disagreements[0]
+    assert_rows(model, [*prompt, *tokens], np.concatenate(rows))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 9])
@@ -287,8 +333,7 @@ def test_nothing_is_left_of_requests_that_are_gone(engine: Engine) -> None:
     collect(engine, {"left": random_prompt(200, 3 * CHUNK)}, 1)
     engine.llm.llm_engine.abort_request(["left"])
     engine.ask(random_prompt(201, 10))
-    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    assert len(scheduler.routed_experts_manager) == 0
+    assert len(scheduler_of(engine.llm).routed_experts_manager) == 0
 
 
 def test_two_engines_of_one_process_have_rows_of_their_own(
@@ -350,19 +395,17 @@ def test_rows_of_adapters_are_those_of_merged_weights(model: Path, tmp_path: Pat
         folder = tmp_path / str(seed)
         weights = make_adapter(model, folder, names, seed)
         merged.append((weights, LoRARequest(folder.name, seed, str(folder / "adapter"))))
-    prompt = as_prompts(random_prompt(230, 3 * BLOCK + 4))
+    prompt = random_prompt(230, 3 * BLOCK + 4)
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     with running(model, lora_target_modules=names, **options) as llm:
         for turn in range(2):
             for weights, adapter in merged:
-                (output,) = llm.generate(prompt, params(), use_tqdm=False, lora_request=adapter)
+                (output,) = ask(llm, prompt, lora=adapter)
                 assert output.num_cached_tokens == turn * 3 * BLOCK
                 assert_all_true(weights, [output])
         # Beside adapters, vLLM's CPU kernels apply one to requests that have none as well.
         adapted = merged[1:]
-        outputs = llm.generate(
-            prompt * 2, params(), use_tqdm=False, lora_request=[request for _, request in adapted]
-        )
+        outputs = ask(llm, prompt, prompt, lora=[request for _, request in adapted])
     for (weights, _), output in zip(adapted, outputs, strict=True):
         assert_all_true(weights, [output])
 

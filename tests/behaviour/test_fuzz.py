@@ -58,11 +58,6 @@ ASK, START = "return_routed_experts", "routed_experts_prompt_start"
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
-
-
-@pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}"]
     # Long answers and many choices would only take time.

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,9 +25,12 @@ from harness.server import Answer, Kept, Server, free_port
 from tests.behaviour.conftest import (
     CHUNK,
     as_prompts,
+    ask,
     compare_with_one_engine,
+    make_params,
     random_prompt,
     running,
+    scheduler_of,
 )
 
 if TYPE_CHECKING:
@@ -42,11 +45,6 @@ PROMPTS.append([*PROMPTS[-1][:CHUNK], *random_prompt(99, 30)])
 MAX_TOKENS = 9
 # The second request is silent for itself: it says no.
 SILENT = 1
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(mlp_only_layers=[1])
 
 
 @contextmanager
@@ -90,20 +88,10 @@ def serving(model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES) ->
     )
 
 
-def params(asks: bool = True, **sampling: Any) -> Any:
-    from vllm import SamplingParams
-
-    extra_args = {"return_routed_experts": asks}
-    return SamplingParams(
-        **{"temperature": 0.0, "ignore_eos": True, "max_tokens": MAX_TOKENS, **sampling},
-        extra_args=extra_args,
-    )
-
-
 def generate(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
     """Of all prompts at once; the silent one has no rows."""
-    asking = [params(index != SILENT) for index in range(len(prompts))]
-    outputs = llm.generate(as_prompts(*prompts), asking, use_tqdm=False)
+    each = [{"return_routed_experts": index != SILENT} for index in range(len(prompts))]
+    outputs = ask(llm, *prompts, each=each, max_tokens=MAX_TOKENS)
     return [
         Answer(
             tuple(prompt),
@@ -119,11 +107,11 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
 def ask_all(server: Server) -> list[Answer]:
     """All prompts at once, and then again from the prefix cache."""
 
-    def ask(prompt: list[int]) -> Answer:
+    def complete(prompt: list[int]) -> Answer:
         return server.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        return [*pool.map(ask, PROMPTS), *pool.map(ask, PROMPTS)]
+        return [*pool.map(complete, PROMPTS), *pool.map(complete, PROMPTS)]
 
 
 def assert_same_as_one_process(one_process: LLM, model: Path, answers: list[Answer]) -> None:
@@ -153,8 +141,7 @@ def test_rows_of_two_workers_are_those_of_one(
 ) -> None:
     # The second time from the prefix cache.
     answers = [*generate(two_workers, PROMPTS), *generate(two_workers, PROMPTS)]
-    scheduler = two_workers.llm_engine.engine_core.engine_core.scheduler
-    assert len(scheduler.routed_experts_manager) == 0
+    assert len(scheduler_of(two_workers).routed_experts_manager) == 0
     assert_same_as_one_process(one_process, model, asking(answers))
 
 
@@ -307,7 +294,8 @@ def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
 def test_engine_whose_worker_dies_ends_with_the_same_error(model: Path, feature: bool) -> None:
     with workers(model, tensor_parallel_size=2, enable_return_routed_experts=feature) as llm:
         engine = llm.llm_engine
-        engine.add_request("0", as_prompts(PROMPTS[0])[0], params(feature, max_tokens=400))
+        params = make_params(return_routed_experts=feature or None, max_tokens=400)
+        engine.add_request("0", as_prompts(PROMPTS[0])[0], params)
         engine.step()
         executor = engine.engine_core.engine_core.model_executor
         os.kill(executor.workers[1].proc.pid, signal.SIGKILL)

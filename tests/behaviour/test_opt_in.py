@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.behaviour.conftest import as_prompts, assert_true_rows, random_prompt, running
+from tests.behaviour.conftest import (
+    as_prompts,
+    ask,
+    assert_true_rows,
+    make_params,
+    random_prompt,
+    running,
+    scheduler_of,
+)
 
 if TYPE_CHECKING:
-    from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+    from vllm import LLM, CompletionOutput, RequestOutput
 
 PROMPTS = [random_prompt(700 + i, n) for i, n in enumerate((5, 90, 33, 150, 64, 2))]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
 
 
 @pytest.fixture(scope="module")
@@ -38,39 +41,28 @@ def off(model: Path) -> Iterator[LLM]:
         yield off
 
 
-def make_params(**arguments: Any) -> SamplingParams:
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8, logprobs=3, **arguments)
-
-
 def generate(llm: LLM, *extra_args: dict[str, Any] | None) -> list[RequestOutput]:
-    params = [make_params(extra_args=args) for args in extra_args]
-    return llm.generate(as_prompts(*PROMPTS[: len(params)]), params, use_tqdm=False)
+    each = [{"extra_args": own} for own in extra_args]
+    return ask(llm, *PROMPTS[: len(each)], each=each, logprobs=3)
 
 
 def generate_one(llm: LLM, prompt: list[int], **arguments: Any) -> CompletionOutput:
-    (output,) = llm.generate(as_prompts(prompt), make_params(**arguments), use_tqdm=False)
-    return output.outputs[0]
+    return ask(llm, prompt, **arguments)[0].outputs[0]
 
 
 def test_those_that_ask_get_rows_and_the_silent_none(llm: LLM, model: Path) -> None:
     asks = [True, False, True, None, True, None]
-    outputs = generate(llm, *[{"return_routed_experts": ask} for ask in asks])
-    for prompt, output, ask in zip(PROMPTS, outputs, asks, strict=True):
-        if ask:
+    outputs = generate(llm, *[{"return_routed_experts": own} for own in asks])
+    for prompt, output, asked in zip(PROMPTS, outputs, asks, strict=True):
+        if asked:
             assert_true_rows(model, prompt, output.outputs[0])
         else:
             assert output.outputs[0].routed_experts is None
 
 
 def test_tokens_and_logprobs_are_the_same_whoever_asks(llm: LLM, off: LLM) -> None:
-    ask = {"return_routed_experts": True}
-    batches = [
-        generate(llm, *[ask] * 6),
-        generate(llm, *[None] * 6),
-        generate(llm, *[ask, None] * 3),
-    ]
+    asks = {"return_routed_experts": True}
+    batches = [generate(llm, *who) for who in ([asks] * 6, [None] * 6, [asks, None] * 3)]
     expected = generate(off, *[None] * 6)
     for outputs in batches:
         for got, want in zip(outputs, expected, strict=True):
@@ -80,8 +72,8 @@ def test_tokens_and_logprobs_are_the_same_whoever_asks(llm: LLM, off: LLM) -> No
 
 @pytest.mark.parametrize("start", [0, 1, 89, 90])
 def test_rows_begin_where_asked(llm: LLM, model: Path, start: int) -> None:
-    ask = {"return_routed_experts": 1, "routed_experts_prompt_start": start}
-    output = generate(llm, None, ask)[1]
+    asks = {"return_routed_experts": 1, "routed_experts_prompt_start": start}
+    output = generate(llm, None, asks)[1]
     assert_true_rows(model, PROMPTS[1], output.outputs[0], start)
 
 
@@ -89,8 +81,8 @@ def test_rows_begin_where_asked(llm: LLM, model: Path, start: int) -> None:
 def test_fields_of_the_sampling_parameters_ask_too(
     llm: LLM, model: Path, start: int | None
 ) -> None:
-    ask = {"return_routed_experts": True, "routed_experts_prompt_start": start}
-    completion = generate_one(llm, PROMPTS[1], **ask)
+    asks = {"return_routed_experts": True, "routed_experts_prompt_start": start}
+    completion = generate_one(llm, PROMPTS[1], **asks)
     assert_true_rows(model, PROMPTS[1], completion, start or 0)
 
 
@@ -113,23 +105,28 @@ def test_spellings_that_differ_are_refused_and_the_engine_goes_on(
     assert_true_rows(model, PROMPTS[0], completion)
 
 
+@pytest.mark.parametrize("spelling", ["field", "extra_args"])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("return_routed_experts", "yes"),
+        ("return_routed_experts", 2),
         ("routed_experts_prompt_start", 6),
         ("routed_experts_prompt_start", True),
         ("routed_experts_prompt_start", 2**65),
         ("routed_experts_prompt_start", 1.0),
     ],
 )
-def test_bad_field_is_refused_and_the_engine_goes_on(
-    llm: LLM, model: Path, name: str, value: Any
+def test_bad_argument_is_refused_and_the_engine_goes_on(
+    llm: LLM, model: Path, name: str, value: Any, spelling: str
 ) -> None:
+    argument = {name: value}
     with pytest.raises(ValueError, match=name):
-        generate_one(llm, PROMPTS[0], **{name: value})
-    completion = generate_one(llm, PROMPTS[0], return_routed_experts=True)
-    assert_true_rows(model, PROMPTS[0], completion)
+        generate_one(
+            llm, PROMPTS[0], **(argument if spelling == "field" else {"extra_args": argument})
+        )
+    asks = {"return_routed_experts": "true"}
+    assert_true_rows(model, PROMPTS[0], generate_one(llm, PROMPTS[0], extra_args=asks))
 
 
 def test_leftover_arguments_do_not_reach_a_worker_without_the_feature(off: LLM) -> None:
@@ -147,38 +144,22 @@ def test_leftover_arguments_do_not_reach_a_worker_without_the_feature(off: LLM) 
     outputs: list[Any] = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
-    assert len(outputs[-1].outputs[0].token_ids) == 8
+    assert len(outputs[-1].outputs[0].token_ids) == 6
     assert outputs[-1].outputs[0].routed_experts is None
 
 
 def test_request_without_tokens_left_to_show_gets_an_empty_array(llm: LLM) -> None:
-    from vllm import SamplingParams
-
-    ask = {"return_routed_experts": True, "routed_experts_prompt_start": 5}
-    params = SamplingParams(max_tokens=1, extra_args=ask)
-    (output,) = llm.generate(as_prompts(PROMPTS[0]), params, use_tqdm=False)
-    assert output.outputs[0].routed_experts.shape == (0, 4, 4)
-    assert output.outputs[0].routed_experts_start == 5
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("return_routed_experts", 2), ("routed_experts_prompt_start", 6)],
-)
-def test_bad_argument_is_refused_and_the_engine_goes_on(
-    llm: LLM, model: Path, name: str, value: int
-) -> None:
-    with pytest.raises(ValueError, match=name):
-        generate(llm, {name: value})
-    (output,) = generate(llm, {"return_routed_experts": "true"})
-    assert_true_rows(model, PROMPTS[0], output.outputs[0])
+    asks = {"return_routed_experts": True, "routed_experts_prompt_start": 5}
+    completion = generate_one(llm, PROMPTS[0], max_tokens=1, **asks)
+    assert completion.routed_experts.shape == (0, 4, 4)
+    assert completion.routed_experts_start == 5
 
 
 def test_beam_search_goes_without_rows(model: Path) -> None:
     from vllm.sampling_params import BeamSearchParams
 
     with running(model) as engine:
-        manager = engine.llm_engine.engine_core.engine_core.scheduler.routed_experts_manager
+        manager = scheduler_of(engine).routed_experts_manager
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         (output,) = engine.beam_search(as_prompts(PROMPTS[0]), params)
         assert len(output.sequences) == 2

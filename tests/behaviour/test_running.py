@@ -13,17 +13,13 @@ import psutil
 import pytest
 import torch
 
-from tests.behaviour.conftest import as_prompts, random_prompt, running
+from tests.behaviour.conftest import ask, random_prompt, running
 
 
 def test_engine_is_gone_with_its_block(checkpoint: Callable[..., Path]) -> None:
-    from vllm import SamplingParams
-
     def run() -> list[weakref.ref]:
         with running(checkpoint()) as llm:
-            llm.generate(
-                as_prompts(random_prompt(1, 70)), SamplingParams(max_tokens=3), use_tqdm=False
-            )
+            ask(llm, random_prompt(1, 70))
             core = llm.llm_engine.engine_core.engine_core
             runner = core.model_executor.driver_worker.worker.model_runner
             parts = [core, core.scheduler, runner, runner.model, *runner.kv_caches]

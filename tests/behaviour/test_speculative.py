@@ -19,10 +19,11 @@ import pytest
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
-    as_prompts,
+    ask,
     assert_all_true,
     random_prompt,
     running,
+    scheduler_of,
 )
 
 if TYPE_CHECKING:
@@ -41,10 +42,7 @@ class Speculating:
     llm: LLM
 
     def ask(self, *prompts: list[int], **sampling: Any) -> list[RequestOutput]:
-        from vllm import SamplingParams
-
-        given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40, **sampling}
-        return self.llm.generate(as_prompts(*prompts), SamplingParams(**given), use_tqdm=False)
+        return ask(self.llm, *prompts, **{"max_tokens": 40, **sampling})
 
     def counts(self) -> tuple[int, int]:
         """Draft tokens so far, and those of them that were accepted."""
@@ -176,7 +174,7 @@ def speculating(
 @pytest.fixture
 def dropped(speculating: Speculating, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many accepted tokens behind the end each step of a request throws away."""
-    scheduler = speculating.llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(speculating.llm)
     update = scheduler._update_request_with_output
     dropped: list[int] = []
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connectors that vLLM ships, end to end: ExampleConnector (files) and OffloadingConnector."""
+"""KV from elsewhere has no rows: they are computed, or the answer begins behind it. End to end with
+the connectors that vLLM ships, ExampleConnector (files) and OffloadingConnector, and with one that
+keeps KV in memory and can lose a block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,76 +14,70 @@ import pytest
 
 from tests.behaviour.conftest import (
     BLOCK,
-    as_prompts,
+    ask,
     assert_all_true,
     assert_true_rows,
     random_prompt,
     running,
+    scheduler_of,
 )
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
 
-MAX_TOKENS = 6
 LENGTH = 3 * BLOCK + 5
-REMOTE_PREFILL = {"kv_transfer_params": {"do_remote_prefill": True}}
+ASKS = {"return_routed_experts": True}
+RECEIVES = {**ASKS, "kv_transfer_params": {"do_remote_prefill": True}}
+SILENT: dict[str, Any] = {}
 
-
-def example_connector(folder: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "ExampleConnector",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
-
-
-def offloading_connector(folder: Path) -> dict[str, Any]:
-    return {
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "memory": {
+        "kv_connector": "MemoryConnector",
+        "kv_connector_module_path": "tests.behaviour.memory_connector",
+        "kv_load_failure_policy": "recompute",
+    },
+    "example": {"kv_connector": "ExampleConnector"},
+    "offloading": {
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {
             "spec_name": "HostOffloadingSpec",
             "spec_module_path": "tests.behaviour.host_offload",
             "cpu_bytes_to_use": 32 << 20,
         },
-    }
+    },
+}
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
+# With the prefix cache, and one without.
+CACHING = [(name, True) for name in CONNECTORS]
 
 
-@pytest.fixture(scope="module", params=[example_connector, offloading_connector])
+@pytest.fixture(scope="module", params=[*CACHING, ("memory", False)])
 def llm(
     model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LLM]:
     from vllm.config import KVTransferConfig
 
-    settings = request.param(tmp_path_factory.mktemp("kv"))
+    name, caching = request.param
+    settings = {"kv_role": "kv_both", **CONNECTORS[name]}
+    if name == "example":
+        folder = str(tmp_path_factory.mktemp("kv"))
+        settings["kv_connector_extra_config"] = {"shared_storage_path": folder}
     with running(
         model,
-        # ExampleConnector saves what the first step of a prompt computes.
+        enable_prefix_caching=caching,
+        # A prompt is saved if one step computes it.
         max_num_batched_tokens=1024,
         routed_experts_opt_in=True,
-        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **settings),
+        kv_transfer_config=KVTransferConfig(**settings),
     ) as llm:
         yield llm
 
 
 def generate(llm: LLM, *prompts: list[int], ways: list[dict[str, Any]]) -> list[RequestOutput]:
     """Complete prompts at once, each in its way: values of `extra_args`."""
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=MAX_TOKENS, extra_args=way)
-        for way in ways
-    ]
-    return llm.generate(as_prompts(*prompts), params, use_tqdm=False)
-
-
-ASKS = {"return_routed_experts": True}
-RECEIVES = {**ASKS, **REMOTE_PREFILL}
-SILENT: dict[str, Any] = {}
+    return ask(llm, *prompts, each=[{"extra_args": way} for way in ways])
 
 
 def save(llm: LLM, *prompts: list[int]) -> list[RequestOutput]:
@@ -91,6 +87,10 @@ def save(llm: LLM, *prompts: list[int]) -> list[RequestOutput]:
     generate(llm, random_prompt(99, 3), ways=[SILENT])
     assert llm.reset_prefix_cache()
     return outputs
+
+
+def caches(llm: LLM) -> bool:
+    return bool(llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
 
 
 def test_request_computes_what_the_connector_has(llm: LLM, model: Path) -> None:
@@ -128,6 +128,7 @@ def test_rows_begin_behind_what_was_received_and_join(llm: LLM, model: Path, len
     assert_true_rows(model, prompt, completion)
 
 
+@pytest.mark.parametrize("llm", CACHING, indirect=True)
 def test_received_tokens_may_lie_behind_cached_ones(llm: LLM, model: Path) -> None:
     """These have rows, which a gap would part from the others."""
     prompt = random_prompt(50, 4 * BLOCK + 5)
@@ -158,9 +159,20 @@ def test_received_prefix_serves_a_longer_prompt_later(llm: LLM, model: Path) -> 
     save(llm, prompt)
     generate(llm, prompt, ways=[RECEIVES])
     longer = [*prompt, *random_prompt(41, BLOCK)]
-    for cached in (0, 4 * BLOCK):
+    for cached in (0, 4 * BLOCK * caches(llm)):
         outputs = generate(llm, longer, ways=[ASKS])
         assert outputs[0].num_cached_tokens == cached
         assert_all_true(model, outputs)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert len(scheduler.routed_experts_manager) == 0
+    assert len(scheduler_of(llm).routed_experts_manager) == 0
+
+
+@pytest.mark.parametrize("llm", [("memory", True), ("memory", False)], indirect=True)
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_tokens_that_failed_to_load_are_computed(llm: LLM, model: Path, lost: int) -> None:
+    prompt = random_prompt(60 + lost, LENGTH)
+    save(llm, prompt)
+    scheduler_of(llm).connector.lose = lost
+    (output,) = generate(llm, prompt, ways=[RECEIVES])
+    assert_true_rows(model, prompt, output.outputs[0], start=lost * BLOCK)
+    # Nothing of the failed step is in the store.
+    assert_all_true(model, generate(llm, prompt, ways=[ASKS]))
