@@ -39,6 +39,7 @@ def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
     assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,8 @@ from tests.behaviour.conftest import (
 if TYPE_CHECKING:
     from vllm import LLM
 
+pytestmark = pytest.mark.slow
+
 # One worker on each of two cores.
 BOTH_CORES = "0|1"
 # Less and more than a chunk; the last one begins like the one before it.
@@ -239,7 +241,6 @@ def ready(first: Server, second: Server) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
 def test_rows_of_ranks_behind_an_external_load_balancer_are_those_of_one_process(
     one_process: LLM, model: Path, tmp_path: Path
 ) -> None:
@@ -267,7 +268,6 @@ def test_rows_of_ranks_behind_an_external_load_balancer_are_those_of_one_process
     assert_same_as_one_process(one_process, model, [*alone, *together])
 
 
-@pytest.mark.slow
 def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
     one_process: LLM, model: Path, tmp_path: Path
 ) -> None:
@@ -289,7 +289,6 @@ def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
     assert_same_as_one_process(one_process, model, answers)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("feature", [True, False], ids=["on", "off"])
 def test_engine_whose_worker_dies_ends_with_the_same_error(model: Path, feature: bool) -> None:
     with workers(model, tensor_parallel_size=2, enable_return_routed_experts=feature) as llm:

@@ -79,6 +79,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, build: Path) -> None:
     assert [r["start"] for r in records_in(out) if r["kind"] == "start"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_time_that_is_up_ends_with_a_report(tmp_path: Path, build: Path) -> None:
     began = time.monotonic()
     done = run(*command(tmp_path / "out", build, "--minutes", "0.32", "--no-kernels"))
