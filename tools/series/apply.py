@@ -30,7 +30,7 @@ from tools.series.tree import (
 )
 from tools.source.fetch import fetch_source, submodule
 
-EXAMPLE = "--pristine --tree build/pristine/vllm"
+EXAMPLE = "--pristine --tree build/v0.20.2/pristine/vllm"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from tools.series.tree import open_tree
 from tools.source.download import fetch, need_space
 from tools.wheel.plan import Plan, choose_base, plan_wheel, refuse_build_inputs, tree_series
 
-EXAMPLE = "--variant cpu --out build/wheels"
+EXAMPLE = "--variant cpu --out build/v0.20.2/wheels"
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # the zip format's first
 
