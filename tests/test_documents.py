@@ -249,7 +249,9 @@ def test_sending_a_patch_makes_a_branch_and_pushes_nothing(scratch: Scratch) -> 
 def test_the_first_commands_of_the_readme_build_a_wheel_and_prove_it(scratch: Scratch) -> None:
     serve, prove = README["vllm-routed-experts"]
     scratch.type(serve.splitlines()[0])
-    assert list((scratch.root / "build" / LINE / "wheels-cuda").glob("vllm-*+re.*.cuda-*x86_64.whl"))
+    assert list(
+        (scratch.root / "build" / LINE / "wheels-cuda").glob("vllm-*+re.*.cuda-*x86_64.whl")
+    )
     # The whole suite, which this test is part of: that it can be run is what can be seen here.
     scratch.type(prove.replace("make test ", "make --dry-run test "))
 
