@@ -1,4 +1,4 @@
-# Everything a person types here. `make` alone lists it.
+# Everything a person types here. `make` alone lists the most used, `make help-all` the rest too.
 #
 # A finished step leaves a stamp whose name holds a digest of what went into it, so a step runs again
 # when its input changed, and only then: a touched file or a switched branch costs nothing, a removed
@@ -74,66 +74,75 @@ INSTALL := $(UV) pip install --quiet --python $(PY) --no-deps --no-index --no-ca
 
 ##@ See it work
 
+# Targets with ## are listed by `make`, those with #> by `make help-all` too.
+list = awk -F ':.*$(1) ' '/^\#\#@ /{title = substr($$0, 5)} \
+	/^[a-z][a-z-]*:.*$(1) /{if (title) print "\n" title; title = ""; printf "  %-16s %s\n", $$1, $$2}' Makefile
+
 .PHONY: help
-help: ## List every target
-	@awk -F ':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## /{printf "  %-14s %s\n", $$1, $$2}' Makefile
+help: #> List the targets used most
+	@$(call list,##)
+	@echo; echo "Another line of patches/: make ON=<line> TARGET"
+
+.PHONY: help-all
+help-all: ## List every target
+	@$(call list,#[\#>])
 
 .PHONY: demo
 demo: $(INSTALLED) ## Serve a small MoE model and compare every captured row with an oracle
 	@exec $(PY) -m demos.rows
 
 .PHONY: demo-corrupt
-demo-corrupt: $(INSTALLED) ## The demo with one captured id flipped: must fail
+demo-corrupt: $(INSTALLED) #> The demo with one captured id flipped: must fail
 	@exec $(PY) -m demos.rows --corrupt
 
 .PHONY: demo-pristine
-demo-pristine: $(PRISTINE) ## The demo on vLLM without the series: must fail
+demo-pristine: $(PRISTINE) #> The demo on vLLM without the series: must fail
 	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m demos.rows --pristine
 
 .PHONY: replay
-replay: $(INSTALLED) ## Replay the server's routes in a trainer: its log-probs with and without
+replay: $(INSTALLED) #> Replay the server's routes in a trainer: its log-probs with and without
 	@exec $(PY) -m demos.replay
 
 .PHONY: disaggregated
-disaggregated: $(INSTALLED) ## Prefill and decode in two engines: compare every row of the joined answers
+disaggregated: $(INSTALLED) #> Prefill and decode in two engines: compare every row of the joined answers
 	@exec $(PY) -m demos.disaggregated
 
 ##@ Test
 
 .PHONY: test
-test: $(INSTALLED) ## Run the whole test suite, less what is marked slow
+test: lint $(INSTALLED) ## Lint, then run the whole test suite, less what is marked slow
 	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 .PHONY: test-long
-test-long: $(INSTALLED) $(PRISTINE) ## Run the tests marked slow
+test-long: $(INSTALLED) $(PRISTINE) #> Run the tests marked slow
 	@exec $(PY) -m pytest -m slow $(TESTS)
 
 .PHONY: soak
-soak: $(INSTALLED) ## Ten thousand requests with random aborts: nothing may be left of them
+soak: $(INSTALLED) #> Ten thousand requests with random aborts: nothing may be left of them
 	@exec $(PY) -m pytest -m slow tests/behaviour/test_soak.py
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) ## Send a server requests from its own schema, and hostile ones: no harm may come of them
+fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: no harm may come of them
 	@exec $(PY) -m pytest -m slow tests/behaviour/test_fuzz.py
 
 .PHONY: stress-eplb
-stress-eplb: $(INSTALLED) ## Asynchronous EPLB in thousands of random schedules of real threads, without a GPU
+stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules of real threads, without a GPU
 	@exec $(PY) -m tests.eplb.stress
 
 .PHONY: gpu-test
-gpu-test: $(LOCKED) ## Run the tests that need a GPU, with the vLLM that is installed
+gpu-test: $(LOCKED) #> Run the tests that need a GPU, with the vLLM that is installed
 	@exec $(PY) -m pytest tests/gpu
 
 .PHONY: layouts
-layouts: $(LOCKED) ## Every parallel layout of GPUS=2 or 4 on this host: rows against two oracles
+layouts: $(LOCKED) #> Every parallel layout of GPUS=2 or 4 on this host: rows against two oracles
 	@exec $(PY) -m gpu.layouts --gpus $(or $(GPUS),2) --out build/layouts-$(or $(GPUS),2) $(ARGS)
 
 .PHONY: mutants
-mutants: $(INSTALLED) ## Break the scheduler-side code in named ways: the property test must notice each
+mutants: $(INSTALLED) #> Break the scheduler-side code in named ways: the property test must notice each
 	@exec $(PY) -m tests.property.mutants
 
 .PHONY: upstream-tests
-upstream-tests: $(INSTALLED) $(PRISTINE) ## vLLM's own tests with and without the series: only what it touches may differ
+upstream-tests: $(INSTALLED) $(PRISTINE) #> vLLM's own tests with and without the series: only what it touches may differ
 	@exec $(PY) -m tools --on $(LINE) upstream test --out benchmarks/results/upstream-tests.md
 
 .PHONY: check
@@ -142,15 +151,15 @@ check: lint apply ## Lint; check the series; check that exporting it changes not
 	$(TOOLS) series export --check
 
 .PHONY: check-patches
-check-patches: $(INSTALLED) ## Every patch at its own place: imports, linters, types, the tests it touches
+check-patches: $(INSTALLED) #> Every patch at its own place: imports, linters, types, the tests it touches
 	@exec $(PY) -m tools --on $(LINE) series check-patches --out benchmarks/results/check-patches.md
 
 .PHONY: lint
-lint: $(TOOLS_LOCKED) ## Run every linter on every committed file
+lint: $(TOOLS_LOCKED) #> Run every linter on every committed file
 	@exec .venv/bin/python -m pre_commit run --all-files
 
 .PHONY: format
-format: $(TOOLS_LOCKED) ## Format the Python files and mend what the linter can mend
+format: $(TOOLS_LOCKED) #> Format the Python files and mend what the linter can mend
 	@.venv/bin/python -m ruff check --fix-only --quiet .
 	@exec .venv/bin/python -m ruff format .
 
@@ -162,14 +171,14 @@ bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small 
 		$(or $(ARGS),--engine pristine:off --engine patched:off --engine patched:opt-in)
 
 .PHONY: bench-latency
-bench-latency: $(INSTALLED) $(PRISTINE) ## What rows cost streams over HTTP, servers in turns (ARGS=... chooses)
+bench-latency: $(INSTALLED) $(PRISTINE) #> What rows cost streams over HTTP, servers in turns (ARGS=... chooses)
 	@exec $(PY) -m benchmarks.latency --out build/bench/latency --build pristine=$(MADE)/pristine/site --build patched= \
 		$(or $(ARGS),--server pristine:off --server pristine:on --server patched:off --server patched:opt-in --kv-gib 0.5 --together)
 
 ##@ Work on the series
 
 .PHONY: source
-source: $(TOOLS_LOCKED) ## Get the pinned vLLM source
+source: $(TOOLS_LOCKED) #> Get the pinned vLLM source
 	$(TOOLS) source fetch $(FROM)
 
 .PHONY: apply
@@ -185,25 +194,25 @@ status: $(TOOLS_LOCKED) ## Pin, patches, what is applied, what drifted, the newe
 	@exec $(TOOLS) series status $(ARGS)
 
 .PHONY: rebase
-rebase: $(TOOLS_LOCKED) ## Move the series to another vLLM: make rebase ONTO=<version> (ARGS=--dry-run)
+rebase: $(TOOLS_LOCKED) #> Move the series to another vLLM: make rebase ONTO=<version> (ARGS=--dry-run)
 	@[ -n "$(ONTO)" ] || { echo "error: which release? make rebase ONTO=<version>" >&2; exit 1; }
 	$(TOOLS) series rebase --onto "$(ONTO)" $(ARGS)
 
 .PHONY: submit
-submit: $(TOOLS_LOCKED) ## Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
+submit: $(TOOLS_LOCKED) #> Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
 	$(TOOLS) series submit $(ARGS)
 
 .PHONY: list
-list: $(TOOLS_LOCKED) ## List the series
+list: $(TOOLS_LOCKED) #> List the series
 	@exec $(TOOLS) series list
 
 ##@ Build and install
 
 .PHONY: venv
-venv: $(LOCKED) ## Make .venv, exactly as requirements/environment.txt locks it
+venv: $(LOCKED) #> Make .venv, exactly as requirements/environment.txt locks it
 
 .PHONY: wheel
-wheel: $(BUILT) ## Build the patched CPU wheel into build/<line>/wheels
+wheel: $(BUILT) #> Build the patched CPU wheel into build/<line>/wheels
 	@ls $(MADE)/wheels/vllm-*.whl
 
 .PHONY: install
@@ -221,7 +230,7 @@ wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda
 	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda $(FROM); done
 
 .PHONY: verify-cuda
-verify-cuda: $(TOOLS_LOCKED) ## Build the CUDA wheels twice, in two directories: the same bytes, base plus series
+verify-cuda: $(TOOLS_LOCKED) #> Build the CUDA wheels twice, in two directories: the same bytes, base plus series
 	@rm -rf $(MADE)/verify-cuda
 	for place in one two; do \
 		$(TOOLS) series apply --tree $(MADE)/verify-cuda/$$place/vllm $(FROM); \
@@ -235,15 +244,15 @@ verify-cuda: $(TOOLS_LOCKED) ## Build the CUDA wheels twice, in two directories:
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
 .PHONY: release-prepare
-release-prepare: apply ## Write number and changelog of the next release, for a person to read and commit
+release-prepare: apply #> Write number and changelog of the next release, for a person to read and commit
 	$(TOOLS) release prepare $(FROM)
 
 .PHONY: release
-release: apply ## Build the prepared release into build/<line>/release: wheels, checksums, provenance
+release: apply #> Build the prepared release into build/<line>/release: wheels, checksums, provenance
 	$(TOOLS) release build $(FROM)
 
 .PHONY: image
-image: $(TOOLS_LOCKED) ## Build the image for GPU clusters: make image BASE_IMAGE=name@sha256:... (deploy/README.md)
+image: $(TOOLS_LOCKED) #> Build the image for GPU clusters: make image BASE_IMAGE=name@sha256:... (deploy/README.md)
 	@deploy/pinned-image.sh "$(BASE_IMAGE)"
 	docker build --tag $(IMAGE) --build-arg BASE_IMAGE="$(BASE_IMAGE)" \
 		$$($(TOOLS) wheel identity --variant cuda | sed 's/^/--build-arg /') \
@@ -252,7 +261,7 @@ image: $(TOOLS_LOCKED) ## Build the image for GPU clusters: make image BASE_IMAG
 ##@ Keep house
 
 .PHONY: lock
-lock: apply ## Write requirements/*.txt anew (ARGS=--upgrade for newer versions)
+lock: apply #> Write requirements/*.txt anew (ARGS=--upgrade for newer versions)
 ifdef OTHER
 	$(LOCK) $(ARGS) --output-file $(LOCK_FILE) requirements/$(LINE).in
 else
@@ -281,7 +290,7 @@ clean: ## Remove everything made, less environments and downloads
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .PHONY: distclean
-distclean: clean ## Remove environments and downloads as well
+distclean: clean #> Remove environments and downloads as well
 	@rm -rf build .venv .venv-*
 
 # --- the steps behind the stamps -----------------------------------------------------------------
