@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one entry point. ``python -m tools ROOM VERB`` runs ``run`` of ``tools/ROOM/VERB.py``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -71,8 +69,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status is 0, 1 for an error that is explained, 2 for wrong usage."""
     parsed = parser().parse_args(arguments)
-    wheelhouse = getattr(parsed, "wheelhouse", None)
-    project = Project(parsed.root, parsed.on, wheelhouse, getattr(parsed, "offline", False))
+    given = vars(parsed)
+    wheelhouse, tree, series = map(given.get, ("wheelhouse", "tree", "series"))
+    offline = given.get("offline", False)
+    project = Project(parsed.root, parsed.on, wheelhouse, offline, tree, series)
     try:
         if wheelhouse is not None and not wheelhouse.is_dir():
             raise ToolError("there is no such wheelhouse", where=wheelhouse, expected="a directory")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real series on other real releases; wants the package index, 100 MB of it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every real series on its real release."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ from tests.real import PROJECTS, need_source, real_series
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series
-from tools.series.base import BASE_REF
 from tools.series.check import check_series
 from tools.series.export import export_series
 from tools.series.series import Series, fingerprint
-from tools.series.tree import Record, read_record
+from tools.series.tree import BASE_REF, Record, read_record
 
 
 @pytest.fixture(scope="module", params=PROJECTS, ids=lambda project: project.line)
@@ -32,12 +30,12 @@ def series(project: Project) -> Series:
 def tree(project: Project, series: Series, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_source(project)
     path = tmp_path_factory.mktemp("series") / "vllm"
-    apply_series(project, series, path)
+    apply_series(replace(project, tree_at=path), series)
     return path
 
 
 def test_the_series_keeps_its_rules(project: Project, series: Series) -> None:
-    assert check_series(project.series_file) == series
+    assert check_series(project) == series
 
 
 def test_one_commit_per_patch(series: Series, tree: Path) -> None:
@@ -47,7 +45,7 @@ def test_one_commit_per_patch(series: Series, tree: Path) -> None:
 
 
 def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:
-    exported = export_series(project, project.series_file, tree, check=True)
+    exported = export_series(replace(project, tree_at=tree), check=True)
     assert exported.stale == ()
     assert [patch.data for patch in exported.series] == [patch.data for patch in series]
 
@@ -74,5 +72,5 @@ def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None
 def test_another_directory_gives_the_same_commit(
     project: Project, series: Series, tree: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "elsewhere" / "vllm"
-    assert apply_series(project, series, other).commit == Git(tree).commit_id("HEAD")
+    other = replace(project, tree_at=tmp_path / "elsewhere" / "vllm")
+    assert apply_series(other, series).commit == Git(tree).commit_id("HEAD")

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of the series: each breach is named with what stands there and what should."""
 
-from __future__ import annotations
-
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tools.toy import NAMES, Toy
@@ -227,6 +225,7 @@ names = st.lists(st.from_regex(r"[a-z]{1,4}\.patch", fullmatch=True), unique=Tru
 lines = st.lists(st.from_regex(r"( ?#[ a-z]*|[a-z]{1,4}\.patch( #x)?|)", fullmatch=True))
 
 
+@settings(deadline=None)
 @given(names, lines)
 def test_a_rendered_series_lists_the_names_whatever_stood_there(
     wanted: list[str], old: list[str]
@@ -236,6 +235,7 @@ def test_a_rendered_series_lists_the_names_whatever_stood_there(
     assert render_series(wanted, text) == text
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_a_slug_is_a_safe_file_name(subject: str) -> None:
     name = slug(subject)
@@ -244,6 +244,7 @@ def test_a_slug_is_a_safe_file_name(subject: str) -> None:
     assert parse_series(f"{name}.patch") == [f"{name}.patch"]
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.characters(blacklist_characters="[]\n\r")))
 def test_a_status_is_read_as_it_is_written(argument: str) -> None:
     parsed = parse_status(f"Upstream-Status: Denied [{argument}]")

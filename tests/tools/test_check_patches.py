@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every patch at its own place: what its successors mend does not count, what it breaks does."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 
@@ -128,6 +126,16 @@ def test_an_error_in_a_file_that_the_patch_does_not_touch_counts(series: Toy) ->
     assert good[TYPES].good
     assert "vllm/caller.py: error: Incompatible types" in bad[TYPES].details
     assert "vllm/wrong.py" not in bad[TYPES].details
+
+
+@pytest.mark.parametrize(("lowest", "said"), [("3.10", "1 errors"), ("3.11", "no error")])
+def test_the_lowest_python_is_the_one_that_vllm_checks(series: Toy, lowest: str, said: str) -> None:
+    config = f'entry: python tools/pre_commit/mypy.py 0 "{lowest}"\n'
+    series.commit("[CI] Check", {".pre-commit-config.yaml": config})
+    old = f'{HEADER}import sys\n\nif sys.version_info < (3, 11):\n    ROWS: int = "1"\n'
+    series.commit("[Core] Count", {"vllm/rows.py": old})
+    _, found = checked(series, TYPES)
+    assert found[TYPES].said == said
 
 
 def test_a_hook_that_mends_a_file_leaves_no_trace(series: Toy) -> None:

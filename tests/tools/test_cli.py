@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point explains itself, and shows errors as a person can use them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wheel is built again when something that decides its bytes changed, and only then."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

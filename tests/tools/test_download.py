@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pinned files: downloads that go on where they stopped, wheelhouses, work without a network."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import threading

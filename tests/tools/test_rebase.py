@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series on another release: what moves, what stops, and that nothing moves by halves."""
 
-from __future__ import annotations
-
-import hashlib
 import json
 import re
 import shutil
@@ -14,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import tools.series.install
+import tools.series.rebase
 import tools.series.replay
-from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, git
+from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git
 from tests.tools.upstream import Index, commit, everything, make_clone, make_index
 from tools.common.git import Git
 
@@ -58,10 +55,16 @@ def stop(toy: Toy, *arguments: str) -> str:
     return toy.refuse("series", "rebase", *arguments)
 
 
-def facts(path: Path) -> dict[str, object]:
-    data = path.read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    return {"filename": path.name, "size": len(data), "sha256": digest}
+def clash(toy: Toy, index: Index) -> str:
+    """Begin a rebase that stops at the first patch; what it says."""
+    index.publish(NEXT, CLASHING)
+    return stop(toy, "--onto", NEXT)
+
+
+def resolve(toy: Toy, value: str) -> None:
+    """Settle what the release and the first patch both changed."""
+    text = ENVS.replace("SETTING_9 = 9\n", f"SETTING_9 = {value}\n")
+    (work(toy) / "vllm/envs.py").write_text(text)
 
 
 # --- moving -------------------------------------------------------------------------------------
@@ -135,9 +138,8 @@ def test_there_and_back_again_is_where_it_began(toy: Toy, index: Index) -> None:
 
 
 def test_the_range_diff_shows_what_became_of_each_patch(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
-    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99.5\n"))
+    clash(toy, index)
+    resolve(toy, "99.5")
     out = rebase(toy, "--continue")
     assert re.search(r"^1: +[0-9a-f]+ ! 1: ", out, re.MULTILINE)
     assert re.search(r"^3: +[0-9a-f]+ = 3: ", out, re.MULTILINE)
@@ -191,8 +193,7 @@ def test_a_build_tree_with_work_of_its_own_is_kept_aside(
 
 def test_a_conflict_names_patch_files_and_the_next_commands(toy: Toy, index: Index) -> None:
     before = everything(toy)
-    index.publish(NEXT, CLASHING)
-    error = stop(toy, "--onto", NEXT)
+    error = clash(toy, index)
     assert error.startswith(f"error: a patch conflicts with vLLM {NEXT}\n")
     assert f"{FIRST}, 1 of 3" in error
     assert "vllm/envs.py: both changed it, 1 place" in error
@@ -207,8 +208,7 @@ def test_a_conflict_names_patch_files_and_the_next_commands(toy: Toy, index: Ind
 def test_the_conflict_shows_the_lines_of_both_and_of_the_old_release(
     toy: Toy, index: Index
 ) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     text = (work(toy) / "vllm/envs.py").read_text()
     for line in ("SETTING_9 = 9\n", "SETTING_9 = 99\n", "SETTING_9 = 'nine'\n"):
         assert line in text
@@ -216,8 +216,7 @@ def test_the_conflict_shows_the_lines_of_both_and_of_the_old_release(
 
 def test_a_resolved_conflict_goes_on_with_message_author_and_date(toy: Toy, index: Index) -> None:
     old = git(toy.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2")
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     resolved = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'ninety-nine'\n")
     (work(toy) / "vllm/envs.py").write_text(resolved)
     rebase(toy, "--continue")
@@ -227,9 +226,8 @@ def test_a_resolved_conflict_goes_on_with_message_author_and_date(toy: Toy, inde
 
 
 def test_a_person_may_commit_the_resolution_with_git(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
-    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5\n"))
+    clash(toy, index)
+    resolve(toy, "5")
     git(work(toy), "add", "--update")
     git(work(toy), "cherry-pick", "--continue")
     rebase(toy, "--continue")
@@ -237,8 +235,7 @@ def test_a_person_may_commit_the_resolution_with_git(toy: Toy, index: Index) -> 
 
 
 def test_conflict_markers_are_refused(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     head = git(work(toy), "rev-parse", "HEAD")
     error = stop(toy, "--continue")
     assert "conflict markers are left" in error
@@ -247,9 +244,8 @@ def test_conflict_markers_are_refused(toy: Toy, index: Index) -> None:
 
 
 def test_a_file_that_no_commit_would_hold_is_refused(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
-    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5\n"))
+    clash(toy, index)
+    resolve(toy, "5")
     (work(toy) / "vllm/fresh.py").write_text("FRESH = True\n")
     assert "vllm/fresh.py" in stop(toy, "--continue")
     git(work(toy), "add", "vllm/fresh.py")
@@ -269,16 +265,14 @@ def test_a_file_that_the_release_deleted_is_a_conflict_of_its_kind(toy: Toy, ind
 
 
 def test_nothing_left_of_a_patch_is_said_and_can_be_skipped(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     (work(toy) / "vllm/envs.py").write_text(CLASHING["vllm/envs.py"])
     assert "nothing is left of a patch" in stop(toy, "--continue")
     assert f"left out: {FIRST} (skipped)" in rebase(toy, "--skip")
 
 
 def test_skip_leaves_the_patch_out(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     assert f"left out: {FIRST} (skipped)" in rebase(toy, "--skip")
     assert (toy.patches / "series").read_text().split() == NAMES[1:]
     assert not (toy.patches / FIRST).exists()
@@ -293,19 +287,10 @@ def test_a_patch_with_the_subject_of_one_left_out_keeps_its_own_name(
     toy.do("series", "apply")
     toy.commit("[Core] Later", {"vllm/later.py": "LATER = True\n"})
     toy.do("series", "export")
-    git(
-        toy.tree,
-        "commit",
-        "--quiet",
-        "--amend",
-        "--message",
-        git(toy.tree, "log", "-1", "--format=%B"),
-    )
     text = (toy.patches / "later.patch").read_text()
     (toy.patches / "later.patch").write_text(text.replace("[Core] Later", "[Core] Count rows"))
     toy.do("series", "apply", "--discard")
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     rebase(toy, "--skip")
     assert "vllm/later.py" in (toy.patches / "later.patch").read_text()
     assert not (toy.patches / FIRST).exists()
@@ -313,8 +298,7 @@ def test_a_patch_with_the_subject_of_one_left_out_keeps_its_own_name(
 
 def test_abort_leaves_everything_as_it_was(toy: Toy, index: Index) -> None:
     before = everything(toy)
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     (work(toy) / "vllm/envs.py").write_text("half resolved\n")
     assert "everything is as it was" in rebase(toy, "--abort")
     assert everything(toy) == before
@@ -324,9 +308,8 @@ def test_a_resolution_that_breaks_the_rules_stops_before_anything_is_replaced(
     toy: Toy, index: Index
 ) -> None:
     before = toy.snapshot()
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
-    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5 \n"))
+    clash(toy, index)
+    resolve(toy, "5 ")
     error = stop(toy, "--continue")
     assert "added lines end in blanks" in error
     assert toy.snapshot() == before
@@ -371,8 +354,7 @@ def test_contained_patches_can_be_dropped_on_the_way(toy: Toy, index: Index) -> 
 
 
 def test_a_patch_that_conflicts_is_not_dropped_as_contained(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     error = stop(toy, "--drop")
     assert "nothing to drop" in error
     assert "--skip" in error
@@ -592,8 +574,7 @@ def test_a_commit_that_the_clone_contradicts_is_refused(
 
 
 def test_commits_made_meanwhile_are_refused_and_stay(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     toy.commit("[Core] My evening's work", {"vllm/mine.py": "mine\n"})
     head, series = toy.head(), toy.snapshot()
     assert "[Core] My evening's work" in stop(toy, "--skip")
@@ -604,8 +585,7 @@ def test_commits_made_meanwhile_are_refused_and_stay(toy: Toy, index: Index) -> 
 
 
 def test_a_second_rebase_is_refused_while_one_is_under_way(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     error = stop(toy, "--onto", NEXT)
     assert "under way already" in error
     assert f"0 of 3 patches done, stopped at {FIRST}" in error
@@ -624,11 +604,10 @@ def test_flags_of_the_beginning_are_refused_later(toy: Toy) -> None:
 
 
 def test_a_series_edited_meanwhile_is_not_overwritten(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
+    clash(toy, index)
     toy.edit_patch(THIRD, "[Misc] Drop", "[Misc] Really drop")
     before = toy.snapshot()
-    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5\n"))
+    resolve(toy, "5")
     assert "changed since the rebase began" in stop(toy, "--continue")
     assert toy.snapshot() == before
 
@@ -656,9 +635,8 @@ def submodule(toy: Toy) -> Callable[[Toy], str]:
 def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
     toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    index.publish(NEXT, CLASHING)
-    stop(toy, "--onto", NEXT)
-    (work(toy) / "vllm/envs.py").write_text(ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 5\n"))
+    clash(toy, index)
+    resolve(toy, "5")
     real = tools.series.replay.pick
 
     def interrupted(repository: Git, commits: str) -> None:
@@ -683,11 +661,11 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
         ("replay", "unpack_source"),
         ("replay", "commit_base"),
         ("replay", "pick"),
-        ("install", "write_series"),
-        ("install", "export_series"),
-        ("install", "apply_series"),
-        ("install", "_copy_beside"),
-        ("install", "_write_gitlink"),
+        ("rebase", "write_series"),
+        ("rebase", "export_series"),
+        ("rebase", "apply_series"),
+        ("rebase", "_copy_beside"),
+        ("rebase", "_write_gitlink"),
     ],
 )
 def test_trouble_leaves_everything_and_can_go_on(
@@ -749,7 +727,7 @@ def test_an_installation_cut_off_at_any_rename_is_undone_or_finished(
     monkeypatch.setattr(Path, "rename", cut)
     with monkeypatch.context() as killed:
         if not undone:
-            killed.setattr(tools.series.install, "undo", lambda *arguments: None)
+            killed.setattr(tools.series.rebase, "undo", lambda *arguments: None)
         with pytest.raises(Trouble):
             toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
     if undone:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Releases: what is written, that it is the same every time, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -27,7 +25,7 @@ from tests.tools.toy import (
     Toy,
     git,
     make_archive,
-    write_files,
+    tree_id,
     write_pin,
 )
 from tools.common.pin import DEFAULT_LINE
@@ -223,24 +221,8 @@ def test_a_patch_with_another_name_is_listed(released: Toy) -> None:
 def move_pin(toy: Toy, version: str) -> None:
     """Pin another release: one file differs, far from what the patches touch."""
     files = {**TREE, "README.md": "# toy, later\n"}
-    archive = toy.downloads / f"vllm-{version}.tar.gz"
-    make_archive(archive, {**files, **ARCHIVE_ONLY})
-    scratch = toy.build / "scratch"
-    scratch.mkdir()
-    git(scratch, "init", "--quiet")
-    write_files(scratch, files)
-    git(scratch, "add", "--force", "--all")
-    tree = git(scratch, "write-tree")
-    shutil.rmtree(scratch)
-    write_pin(toy.pin, toy.downloads, tree)
-    path = toy.pin
-    text = path.read_text().replace(f'version = "{VERSION}"', f'version = "{version}"')
-    old = toy.archive.read_bytes()
-    text = text.replace(toy.archive.name, archive.name)
-    text = text.replace(f"size = {len(old)}", f"size = {archive.stat().st_size}")
-    digest = hashlib.sha256(old).hexdigest()
-    text = text.replace(digest, hashlib.sha256(archive.read_bytes()).hexdigest())
-    path.write_text(text)
+    make_archive(toy.downloads / f"vllm-{version}.tar.gz", {**files, **ARCHIVE_ONLY})
+    write_pin(toy, tree_id(toy.build, files), version, wheels=())
     shutil.rmtree(toy.tree)
     toy.do("series", "apply")
 

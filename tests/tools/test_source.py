@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the pinned source comes from, and what is refused on the way."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import tarfile
@@ -36,7 +34,7 @@ def make_submodule(toy: Toy) -> str:
     identity = ["-c", "user.name=up", "-c", "user.email=up@stream"]
     git(path, *identity, "commit", "--quiet", "--message=release")
     commit = git(path, "rev-parse", "HEAD")
-    write_pin(toy.pin, toy.downloads, git(path, "rev-parse", "HEAD^{tree}"), commit)
+    write_pin(toy, git(path, "rev-parse", "HEAD^{tree}"), commit=commit)
     return commit
 
 
@@ -171,7 +169,7 @@ def test_the_submodule_stays_as_it_is(empty: Toy) -> None:
 
 def test_a_submodule_at_another_commit_is_refused(empty: Toy) -> None:
     commit = make_submodule(empty)
-    write_pin(empty.pin, empty.downloads, "d" * 40, "e" * 40)
+    write_pin(empty, "d" * 40, commit="e" * 40)
     error = empty.refuse("source", "fetch")
     assert "not at the pinned commit" in error
     assert f"expected: {'e' * 40}\n  found:    {commit}" in error

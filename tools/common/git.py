@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small method for each git act, free of the caller's configuration and environment.
-
-Nothing here knows about vLLM, pins or series.
-"""
-
-from __future__ import annotations
+"""Git, free of the caller's configuration and environment. Nothing here knows about vLLM."""
 
 import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.common.errors import FailedCommand, ToolError
 
@@ -33,19 +28,18 @@ _SETTINGS = {
     "protocol.file.allow": "always",  # a fetch from the submodule's own directory
     "advice.detachedHead": "false",
 }
+_ARGUMENTS = [part for key, value in _SETTINGS.items() for part in ("-c", f"{key}={value}")]
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The whole environment of a git process: no GIT_* and no home of the caller."""
+    nowhere = ("HOME", "XDG_CONFIG_HOME", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_GLOBAL")
     return {
         "PATH": os.environ.get("PATH", os.defpath),
         "LC_ALL": "C",
         "TZ": "UTC",
-        "HOME": os.devnull,
-        "XDG_CONFIG_HOME": os.devnull,
+        **dict.fromkeys(nowhere, os.devnull),
         "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_SYSTEM": os.devnull,
-        "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_ATTR_NOSYSTEM": "1",
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_EDITOR": "false",
@@ -54,16 +48,14 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A file in a tree: its mode as git writes it, and its blob id."""
 
     mode: str
     blob: str
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One line of a raw diff: status letter, path, blob ids before and after."""
 
     status: str
@@ -81,21 +73,16 @@ class Git:
     def run(
         self,
         *arguments: str,
-        stdin: bytes | None = None,
+        stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
         accept: Sequence[int] = (0,),
     ) -> subprocess.CompletedProcess[bytes]:
         """Run one git command; any exit status that is not accepted raises FailedCommand."""
-        settings = [part for key, value in _SETTINGS.items() for part in ("-c", f"{key}={value}")]
         # The tree was named by the user, so its owner is no reason to refuse it.
-        settings += ["-c", f"safe.directory={self.path.resolve()}"]
+        safe = ("-c", f"safe.directory={self.path.resolve()}")
+        command = ["git", *_ARGUMENTS, *safe, *arguments]
         done = subprocess.run(
-            ["git", *settings, *arguments],
-            cwd=self.path,
-            env=environment(env),
-            input=stdin if stdin is not None else b"",
-            capture_output=True,
-            check=False,
+            command, cwd=self.path, env=environment(env), input=stdin, capture_output=True
         )
         if done.returncode not in accept:
             output = (done.stdout + done.stderr).decode(errors="replace")
@@ -103,28 +90,24 @@ class Git:
             raise FailedCommand(shown, done.returncode, output)
         return done
 
-    def text(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
-        return self.run(*arguments, env=env).stdout.decode().strip()
+    def text(self, *arguments: str, accept: Sequence[int] = (0,)) -> str:
+        return self.run(*arguments, accept=accept).stdout.decode(errors="replace").strip()
 
     def init(self, branch: str) -> None:
-        self.run(
-            "init", "--quiet", "--template=", "--object-format=sha1", f"--initial-branch={branch}"
-        )
+        names = ("--template=", "--object-format=sha1", f"--initial-branch={branch}")
+        self.run("init", "--quiet", *names)
 
     def commit_id(self, revision: str) -> str | None:
         """The commit that a revision names, or None."""
-        done = self.run(
-            "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", accept=(0, 1, 128)
-        )
-        return done.stdout.decode().strip() or None
+        words = ("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+        return self.text(*words, accept=(0, 1, 128)) or None
 
     def tree_id(self, revision: str) -> str:
         return self.text("rev-parse", "--verify", f"{revision}^{{tree}}")
 
     def current_branch(self) -> str | None:
         """The branch that HEAD is on, or None when it is detached."""
-        done = self.run("symbolic-ref", "--quiet", "--short", "HEAD", accept=(0, 1))
-        return done.stdout.decode().strip() or None
+        return self.text("symbolic-ref", "--quiet", "--short", "HEAD", accept=(0, 1)) or None
 
     def dirt(self) -> list[str]:
         """Status lines of everything that is changed or untracked; empty means clean."""
@@ -150,47 +133,46 @@ class Git:
         """Whether ``git diff`` with these arguments shows anything."""
         return self.run("diff", "--quiet", *arguments, accept=(0, 1)).returncode != 0
 
-    def subject(self, commit: str) -> str:
-        return self.text("log", "-1", "--format=%s", commit)
+    def log(self, commit: str, form: str) -> str:
+        """One commit in a format of ``git log``."""
+        return self.text("log", "-1", "--abbrev=12", f"--format={form}", commit)
 
-    def parents(self, commit: str) -> list[str]:
-        return self.text("rev-list", "--parents", "--max-count=1", commit).split()[1:]
+    def subject(self, commit: str) -> str:
+        return self.log(commit, "%s")
 
     def message(self, commit: str) -> str:
-        return self.run("log", "-1", "--format=%B", commit).stdout.decode()
+        return self.log(commit, "%B")
 
     def oneline(self, commit: str) -> str:
-        return self.text("log", "-1", "--abbrev=12", "--format=%h %s", commit)
+        return self.log(commit, "%h %s")
 
     def files(self, revision: str, *under: str) -> dict[str, Entry]:
         """Every file of a tree, by path."""
         out = self.run("ls-tree", "-r", "-z", "--full-tree", revision, "--", *under).stdout
         found = {}
-        for row in out.split(b"\0"):
-            if row:
-                facts, path = row.split(b"\t", 1)
-                mode, _, blob = facts.decode().split()
-                found[path.decode(errors="surrogateescape")] = Entry(mode, blob)
+        for row in filter(None, out.decode(errors="surrogateescape").split("\0")):
+            facts, path = row.split("\t", 1)
+            mode, _, blob = facts.split()
+            found[path] = Entry(mode, blob)
         return found
 
     def contents(self, blobs: Iterable[str]) -> dict[str, bytes]:
         """The bytes of many blobs from one process."""
         wanted = list(dict.fromkeys(blobs))
-        out = self.run("cat-file", "--batch", stdin="".join(f"{b}\n" for b in wanted).encode())
-        data, at, found = out.stdout, 0, {}
+        data = self.run("cat-file", "--batch", stdin="".join(f"{b}\n" for b in wanted).encode())
+        at, found = 0, {}
         for blob in wanted:
-            end = data.index(b"\n", at)
-            size = int(data[at:end].split()[-1])
-            found[blob] = data[end + 1 : end + 1 + size]
+            end = data.stdout.index(b"\n", at)
+            size = int(data.stdout[at:end].split()[-1])
+            found[blob] = data.stdout[end + 1 : end + 1 + size]
             at = end + 1 + size + 1
         return found
 
     def changes(self, before: str, after: str) -> list[Change]:
         """What differs between two trees, renames shown as delete and add."""
-        out = self.run(
-            "diff-tree", "-r", "-z", "--raw", "--no-abbrev", "--no-renames", before, after
-        ).stdout.decode(errors="surrogateescape")
-        parts = out.split("\0")
+        options = ("-r", "-z", "--raw", "--no-abbrev", "--no-renames")
+        out = self.run("diff-tree", *options, before, after).stdout
+        parts = out.decode(errors="surrogateescape").split("\0")
         found = []
         for facts, path in zip(parts[0::2], parts[1::2], strict=False):
             _, _, old, new, status = facts.lstrip(":").split()

@@ -5,8 +5,6 @@ A line is one series on one release: a directory of ``patches/`` with the pin (`
 the patches, and their order (``series``).
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import dataclass
@@ -69,12 +67,10 @@ def load_pin(path: Path) -> Pin:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ToolError(
-            "the pin is missing",
-            where=path,
-            expected=f"one of the lines {', '.join(lines(path.parents[2])) or '(there is none)'}",
-            next_step=left_aside(path.parent) or "name a line: --on; or git checkout patches",
-        ) from None
+        known = ", ".join(lines(path.parents[2])) or "(there is none)"
+        step = left_aside(path.parent) or "name a line: --on; or git checkout patches"
+        what, expected = "the pin is missing", f"one of the lines {known}"
+        raise ToolError(what, where=path, expected=expected, next_step=step) from None
     except tomllib.TOMLDecodeError as error:
         raise ToolError("the pin is not valid TOML", where=path, found=error) from error
 
@@ -84,18 +80,20 @@ def load_pin(path: Path) -> Pin:
             at = at.get(key) if isinstance(at, dict) else None
         at = default if at is None else at
         if at is None or (isinstance(at, str) and not re.fullmatch(pattern, at)):
-            raise ToolError(
-                f"the pin has no usable {dotted}", where=path, expected=pattern, found=at
-            )
+            what = f"the pin has no usable {dotted}"
+            raise ToolError(what, where=path, expected=pattern, found=at)
         return at
 
     release = value("release.version")
 
     def pinned(table: str) -> PinnedFile:
-        name = value(f"{table}.filename", r"[\w.+-]+")
-        version = value(f"{table}.version", default=release)
-        size, digest = int(value(f"{table}.size")), value(f"{table}.sha256", r"[0-9a-f]{64}")
-        return PinnedFile(value(f"{table}.distribution"), version, name, size, digest)
+        return PinnedFile(
+            distribution=value(f"{table}.distribution"),
+            version=value(f"{table}.version", default=release),
+            filename=value(f"{table}.filename", r"[\w.+-]+"),
+            size=int(value(f"{table}.size")),
+            sha256=value(f"{table}.sha256", r"[0-9a-f]{64}"),
+        )
 
     def base_wheel(variant: str) -> BaseWheel:
         table = f"wheel.{variant}"
@@ -104,6 +102,8 @@ def load_pin(path: Path) -> Pin:
         trusted_by = value(f"{table}.trusted_by")
         return BaseWheel(variant, file, tag, suffix, trusted_by, file.version != release)
 
+    # A variant has no file where the release has no such wheel.
+    variants = [name for name, table in data.get("wheel", {}).items() if "filename" in table]
     return Pin(
         line=path.parent.name,
         version=release,
@@ -113,11 +113,7 @@ def load_pin(path: Path) -> Pin:
         source=pinned("source"),
         archive_only=tuple(value("source.archive_only")),
         submodule=value("source.submodule", r"[\w.-]*", default="") or None,
-        wheels={
-            variant: base_wheel(variant)
-            for variant, table in data.get("wheel", {}).items()
-            if "filename" in table  # absent where the release has no such wheel
-        },
+        wheels={variant: base_wheel(variant) for variant in variants},
     )
 
 
@@ -146,6 +142,8 @@ class Project:
     line: str = DEFAULT_LINE
     wheelhouse: Path | None = None
     offline: bool = False
+    tree_at: Path | None = None  # where the build tree is, if not at its own place
+    series_at: Path | None = None  # likewise for the series file
 
     @cached_property
     def pin(self) -> Pin:
@@ -153,6 +151,7 @@ class Project:
 
     @property
     def patches(self) -> Path:
+        """The line's directory."""
         return self.root / "patches" / self.line
 
     @property
@@ -161,7 +160,7 @@ class Project:
 
     @property
     def series_file(self) -> Path:
-        return self.patches / "series"
+        return self.series_at or self.patches / "series"
 
     @property
     def submodule(self) -> Path | None:
@@ -174,7 +173,7 @@ class Project:
 
     @property
     def tree(self) -> Path:
-        return self.build / "vllm"
+        return self.tree_at or self.build / "vllm"
 
     @property
     def wheels(self) -> Path:

@@ -1,36 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prepared release of a commit. Nothing here tags, pushes or publishes.
 
-What is built depends on the commit alone, so anybody can build a release again and compare.
+What is built depends on the commit alone, so anybody can build a release again and compare. The
+provenance is an in-toto statement with SLSA's predicate, unsigned: whoever publishes signs it.
 """
 
-from __future__ import annotations
-
 import argparse
-from dataclasses import dataclass
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from tools.common.cli import add_downloads, add_tree, tree_of
+from tools.common.cli import add_downloads, add_path, add_tree
 from tools.common.errors import ToolError
 from tools.common.files import digest_of, staging
-from tools.common.pin import Project
-from tools.release.changes import section
-from tools.release.provenance import make_provenance
-from tools.release.repository import open_repository, read_tags, refuse_stale
-from tools.series.tree import open_tree
-from tools.wheel.build import build_wheel
+from tools.common.git import Git
+from tools.common.pin import BaseWheel, Pin, PinnedFile, Project
+from tools.release.prepare import open_repository, read_tags, refuse_stale, section
+from tools.series.series import Series, fingerprint
+from tools.wheel.build import Built, build_wheel
 from tools.wheel.plan import tree_series, wheel_version
 from tools.wheel.sbom import make_sbom
 from tools.wheel.verify import verify_wheel
 
 EXAMPLE = "--out build/release/re.1"
 CHECKSUMS = "SHA256SUMS"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://slsa.dev/provenance/v1"
+# The pinned base wheel with the series laid over it: tools/wheel/plan.py.
+BUILD_TYPE = "urn:vllm-routed-experts:overlay:v1"
+# The bytes are the same wherever they are made, so no one machine is named.
+BUILDER = "urn:vllm-routed-experts:builder:any"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, help="where it goes (default: build/<line>/release/re.<n>)"
-    )
+    add_path(parser, "--out", "where it goes (default: build/<line>/release/re.<n>)")
     add_tree(parser)
     add_downloads(parser)
 
@@ -40,37 +45,53 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     (in-toto, SLSA); checksums. No wheel that is for tests only. All or nothing; the same commit
     gives the same bytes. Refuses uncommitted changes, a stale series, a release that is not
     prepared, and a version that is released already."""
-    out = arguments.out or project.build / "release" / f"re.{project.release}"
-    done = build(project, tree_of(arguments, project), out)
-    state = "built" if done.changed else "built again, the same bytes"
-    print(f"{state}: re.{done.number} in {done.path}")
-    for name in done.files:
-        print(f"  {name}")
+    number = project.release
+    out = arguments.out or project.build / "release" / f"re.{number}"
+    fresh = build(project, out)
+    print(f"{'built' if fresh else 'built again, the same bytes'}: re.{number} in {out}")
+    for path in sorted(out.iterdir()):
+        print(f"  {path.name}")
     print("Nothing was tagged, pushed or published: do that yourself, and sign it:")
-    print(f"next: git tag --annotate re.{done.number}")
+    print(f"next: git tag --annotate re.{number}")
 
 
-@dataclass(frozen=True)
-class Released:
-    """A release on disk."""
-
-    number: int
-    path: Path
-    files: tuple[str, ...]
-    changed: bool  # whether it was written now, or was there already
-
-
-def build(project: Project, tree: Path, out: Path) -> Released:
+def build(project: Project, out: Path) -> bool:
     """Build the prepared release of HEAD into ``out``, completely or not at all.
 
-    One wheel for each base wheel of the pin, proved, less those that are for tests only; for each
-    its bill of materials and its provenance; the section of the changelog; the checksums of all. A
-    release that is there already is built again and compared.
+    For each base wheel of the pin that is not for tests only: the wheel, proved, its bill of
+    materials and its provenance; then the section of the changelog and the checksums of all.
+    Returns whether ``out`` is new; one that was there is compared with what is built now.
     """
-    git = open_repository(project)
-    number, tags = project.release, read_tags(git)
-    commit = git.text("rev-parse", "HEAD")
-    if number in tags and tags[number] != commit:
+    git, number = open_repository(project), project.release
+    _refuse_released(git, number)
+    notes = _prepared_notes(project, number)
+    refuse_stale(project)
+    _, series = tree_series(project)
+    if not series:
+        raise ToolError("there is nothing to release", found="no patches")
+    pin, commit = project.pin, git.text("rev-parse", "HEAD")
+    with staging(out) as stage:
+        for variant, base in _releasable(project).items():
+            built = build_wheel(project, variant, stage)
+            verify_wheel(project, built.path)
+            sbom = make_sbom(pin, base, series, wheel_version(pin, base, number))
+            provenance = make_provenance(pin, base, series, number, commit, built)
+            (stage / f"{built.path.name}.cdx.json").write_bytes(sbom)
+            (stage / f"{built.path.name}.intoto.json").write_bytes(provenance)
+        (stage / "CHANGES.md").write_text(notes, encoding="utf-8")
+        sums = {path.name: digest_of(path) for path in sorted(stage.iterdir())}
+        lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+        (stage / CHECKSUMS).write_text(lines, encoding="utf-8")
+        if out.exists():
+            _compare(out, stage)
+            return False
+        stage.rename(out)
+    return True
+
+
+def _refuse_released(git: Git, number: int) -> None:
+    tags = read_tags(git)
+    if number in tags and tags[number] != git.commit_id("HEAD"):
         raise ToolError(
             "this version is released already",
             where=f"the tag re.{number}",
@@ -86,6 +107,10 @@ def build(project: Project, tree: Path, out: Path) -> Released:
             found=f'"{number}"',
             next_step="make release-prepare",
         )
+
+
+def _prepared_notes(project: Project, number: int) -> str:
+    """The section of the changelog, which must have a date."""
     changelog = project.root / "CHANGELOG.md"
     text = changelog.read_text(encoding="utf-8") if changelog.is_file() else ""
     notes = section(text, number)
@@ -97,45 +122,20 @@ def build(project: Project, tree: Path, out: Path) -> Released:
             found=notes[0] if notes else "no such section",
             next_step="make release-prepare",
         )
-    refuse_stale(project, tree)
-    series = tree_series(open_tree(tree, project.pin), project, project.series_file)
-    if not series:
-        raise ToolError("there is nothing to release", found="no patches")
-    wheels = {v: base for v, base in project.pin.wheels.items() if not base.tests_only}
+    return notes[1]
+
+
+def _releasable(project: Project) -> dict[str, BaseWheel]:
+    pin = project.pin
+    wheels = {variant: base for variant, base in pin.wheels.items() if not base.tests_only}
     if not wheels:
         raise ToolError(
             "this line has no wheel that may be released",
             where=project.pin_file,
-            expected=f"a base wheel of vLLM {project.pin.version}",
-            found=f"for tests only: {', '.join(project.pin.wheels) or 'none'}",
+            expected=f"a base wheel of vLLM {pin.version}",
+            found=f"for tests only: {', '.join(pin.wheels) or 'none'}",
         )
-    with staging(out) as stage:
-        for variant, base in wheels.items():
-            built = build_wheel(project, variant, tree, project.series_file, stage)
-            verify_wheel(project, built.path, tree, project.series_file)
-            version = wheel_version(project.pin, base, number)
-            sbom = make_sbom(project.pin, base, series, version)
-            provenance = make_provenance(
-                project.pin,
-                base,
-                series,
-                release=number,
-                commit=commit,
-                filename=built.path.name,
-                sha256=built.sha256,
-            )
-            (stage / f"{built.path.name}.cdx.json").write_bytes(sbom)
-            (stage / f"{built.path.name}.intoto.json").write_bytes(provenance)
-        (stage / "CHANGES.md").write_text(notes[1], encoding="utf-8")
-        sums = {path.name: digest_of(path) for path in sorted(stage.iterdir())}
-        lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
-        (stage / CHECKSUMS).write_text(lines, encoding="utf-8")
-        changed = not out.exists()
-        if changed:
-            stage.rename(out)
-        else:
-            _compare(out, stage)
-    return Released(number, out, (*sums, CHECKSUMS), changed)
+    return wheels
 
 
 def _compare(there: Path, made: Path) -> None:
@@ -153,3 +153,51 @@ def _compare(there: Path, made: Path) -> None:
             next_step="move it away, then run the command again",
             details=differing,
         )
+
+
+def _package(pinned: PinnedFile, **annotations: str) -> dict[str, Any]:
+    name = quote(pinned.filename, safe="")
+    return {
+        "name": pinned.filename,
+        "uri": f"pkg:pypi/{pinned.distribution}@{pinned.version}?file_name={name}",
+        "digest": {"sha256": pinned.sha256},
+        "annotations": annotations,
+    }
+
+
+def make_provenance(
+    pin: Pin, base: BaseWheel, series: Series, release: int, commit: str, built: Built
+) -> bytes:
+    """The statement about one wheel: every input by digest, in the order it was used.
+
+    ``commit`` is this repository's.
+    """
+    inputs = [
+        {"name": "vllm-routed-experts", "digest": {"gitCommit": commit}},
+        _package(pin.source, role="source archive", tag=pin.git_tag, commit=pin.commit),
+        _package(base.file, role="base wheel", trusted_by=base.trusted_by),
+        *(
+            {
+                "name": f"patches/{pin.line}/{patch.name}",
+                "digest": {"sha256": hashlib.sha256(patch.data).hexdigest()},
+                "annotations": {"role": "patch", "position": str(number)},
+            }
+            for number, patch in enumerate(series, start=1)
+        ),
+    ]
+    command = f"python -m tools wheel build --on {pin.line} --variant {base.variant}"
+    parameters = {
+        **{"command": command, "variant": base.variant, "release": str(release)},
+        "seriesFingerprint": fingerprint(series, pin),
+    }
+    definition = {"buildType": BUILD_TYPE, "externalParameters": parameters}
+    statement = {
+        "_type": STATEMENT,
+        "subject": [{"name": built.path.name, "digest": {"sha256": built.sha256}}],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "buildDefinition": {**definition, "resolvedDependencies": inputs},
+            "runDetails": {"builder": {"id": BUILDER}},
+        },
+    }
+    return json.dumps(statement, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A release is prepared as an edit that a person commits. Nothing here commits, tags or pushes."""
-
-from __future__ import annotations
+"""The next release, as an edit that a person commits. Nothing here commits, tags or pushes."""
 
 import argparse
+import io
 import re
-from dataclasses import dataclass
+import tarfile
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-from tools.common.cli import add_downloads, add_tree, tree_of
+from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import ToolError
 from tools.common.files import replacing_all
+from tools.common.git import Git
 from tools.common.pin import Project
-from tools.release.changes import Changes, changes_since, date_section
-from tools.release.repository import open_repository, read_tags, refuse_stale
-from tools.series.tree import open_tree
+from tools.series.apply import am_all, apply_series, scratch_worktree
+from tools.series.check import check_series
+from tools.series.export import export_series
+from tools.series.series import Series, read_series
+from tools.series.tree import BASE_REF
 from tools.wheel.plan import tree_series
 
 EXAMPLE = "--date 2030-01-31"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--date", type=_date, help="YYYY-MM-DD (default: that of the last commit, in UTC)"
-    )
+    text = "YYYY-MM-DD (default: that of the last commit, in UTC)"
+    parser.add_argument("--date", type=_date, help=text)
     add_tree(parser)
     add_downloads(parser)
 
@@ -38,32 +41,22 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Write number and changelog of the next release, both or neither. The changelog gets the
     patches that changed since the last tag re.<n>, by git range-diff; read it, edit it, commit
     it. Refuses uncommitted changes, a stale series and a release without changes."""
-    done = prepare(project, tree_of(arguments, project), arguments.date)
-    before = f"since re.{done.last}" if done.last is not None else "the first release"
-    print(f"prepared: re.{done.number}, {before}")
-    for change in done.changes.patches:
+    number, last, changes = prepare(project, arguments.date)
+    before = f"since re.{last}" if last is not None else "the first release"
+    print(f"prepared: re.{number}, {before}")
+    for change in changes.patches:
         print(f"  {change}")
     print("next: read CHANGELOG.md, edit what it says, commit; then: make release")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The edit that makes a release."""
-
-    number: int
-    last: int | None
-    changes: Changes
-
-
-def prepare(project: Project, tree: Path, date: str | None = None) -> Prepared:
-    """Write number and changelog of the next release, both or neither.
+def prepare(project: Project, date: str | None = None) -> tuple[int, int | None, "Changes"]:
+    """Write number and changelog of the next release; its number, that before, and the changes.
 
     The number is that of pyproject.toml, or the next one if that is released. ``date`` is
     YYYY-MM-DD; the default is that of the last commit, in UTC.
     """
     git = open_repository(project)
-    tags = read_tags(git)
-    last = max(tags, default=None)
+    last = max(read_tags(git), default=None)
     number = project.release
     if last is not None and number == last:
         number += 1
@@ -74,9 +67,8 @@ def prepare(project: Project, tree: Path, date: str | None = None) -> Prepared:
             expected=f'"{last}" or "{last + 1}"',
             found=f'"{number}"',
         )
-    build = open_tree(tree, project.pin)
-    refuse_stale(project, tree)
-    series = tree_series(build, project, project.series_file)
+    refuse_stale(project)
+    build, series = tree_series(project)
     changes = changes_since(project, build, series, f"re.{last}" if last is not None else None)
     if not changes.patches and changes.old_version in (None, project.pin.version):
         raise ToolError(
@@ -88,26 +80,176 @@ def prepare(project: Project, tree: Path, date: str | None = None) -> Prepared:
     changelog, settings = project.root / "CHANGELOG.md", project.root / "pyproject.toml"
     if not changelog.is_file():
         raise ToolError("there is no changelog", where=changelog)
-    text = changelog.read_text(encoding="utf-8")
+    text, patches = changelog.read_text(encoding="utf-8"), changes.render(project.pin.version)
     texts = {
-        changelog: date_section(text, number, date, changes.render(project.pin.version)),
+        changelog: date_section(text, number, date, patches),
         settings: _set_number(settings.read_text(encoding="utf-8"), number),
     }
     with replacing_all(texts):
         pass
-    return Prepared(number, last, changes)
+    return number, last, changes
 
 
 def _set_number(text: str, number: int) -> str:
     """``pyproject.toml`` with another [project].version, its other bytes as they are."""
     head, table, rest = text.partition("[project]\n")
-    rest, count = re.subn(
-        r'^version = "\d+"$', f'version = "{number}"', rest, count=1, flags=re.MULTILINE
-    )
+    line = f'version = "{number}"'
+    rest, count = re.subn(r'^version = "\d+"$', line, rest, count=1, flags=re.MULTILINE)
     if not count:
-        raise ToolError(
-            "the release number cannot be written",
-            where="pyproject.toml, [project]",
-            expected='a line version = "1"',
-        )
+        what, where = "the release number cannot be written", "pyproject.toml, [project]"
+        raise ToolError(what, where=where, expected='a line version = "1"')
     return head + table + rest
+
+
+_PAIR = re.compile(r"\s*(\d+|-):\s+\S+ ([=!<>])\s+(\d+|-):\s+\S+ .*")
+_HEADING = re.compile(r"^## re\.(\d+), (unreleased|\d{4}-\d{2}-\d{2})$", re.MULTILINE)
+
+
+def open_repository(project: Project) -> Git:
+    """The project's own repository, with nothing that is not committed."""
+    git = Git(project.root)
+    if not (project.root / ".git").exists() or git.commit_id("HEAD") is None:
+        what, expected = "a release is made from a commit", "a git repository with a commit"
+        raise ToolError(what, where=project.root, expected=expected)
+    git.refuse_dirt("the repository has changes that are not committed")
+    return git
+
+
+def read_tags(git: Git) -> dict[int, str]:
+    """Commits of the releases made so far, by number."""
+    names = git.text("tag", "--list", "re.*").split()
+    found = {int(name[3:]): git.commit_id(name) for name in names if re.fullmatch(r"re\.\d+", name)}
+    return {number: commit for number, commit in found.items() if commit is not None}
+
+
+def refuse_stale(project: Project) -> None:
+    check_series(project)
+    if stale := export_series(project, check=True).stale:
+        raise ToolError(
+            "the build tree has what the series has not",
+            where=project.tree,
+            expected="what the build tree exports",
+            found=f"{len(stale)} files of the series that are not that",
+            next_step="python -m tools series export, and commit; or series apply",
+            details=stale,
+        )
+
+
+class Change(NamedTuple):
+    """What became of a patch: added, changed, renamed or removed."""
+
+    kind: str
+    name: str
+    subject: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} `{self.name}`: {self.subject}"
+
+
+class Changes(NamedTuple):
+    """Everything that became of a line since a release, and the vLLM it stood on then."""
+
+    line: str
+    patches: tuple[Change, ...]
+    old_version: str | None
+
+    def render(self, version: str) -> str:
+        """As lines of the changelog."""
+        moved = self.old_version not in (None, version)
+        base = f"On vLLM {version}" + (f", before on {self.old_version}" if moved else "") + "."
+        lines = [f"- {change}" for change in self.patches]
+        heading = f"### Patches of {self.line}"
+        return "\n".join([heading, "", base, *([""] if lines else []), *lines]) + "\n"
+
+
+def compare_ranges(output: str, old: Series, new: Series) -> tuple[Change, ...]:
+    """Changes from the lines of ``git range-diff --no-patch``: those removed come last."""
+    found: dict[int, Change] = {}
+    removed = []
+    for line in output.splitlines():
+        match = _PAIR.fullmatch(line)
+        assert match, line
+        before = old.patches[int(match[1]) - 1] if match[1] != "-" else None
+        after = new.patches[int(match[3]) - 1] if match[3] != "-" else None
+        if after is None:
+            assert before is not None
+            removed.append(Change("removed", before.name, before.subject))
+        elif before is None or match[2] == "!" or before.name != after.name:
+            kind = "changed" if match[2] == "!" else "renamed"
+            found[int(match[3])] = Change(kind if before else "added", after.name, after.subject)
+    return (*(found[number] for number in sorted(found)), *removed)
+
+
+def changes_since(project: Project, git: Git, series: Series, tag: str | None) -> Changes:
+    """What changed in the series since a release, or everything when there was none.
+
+    ``git`` is the build tree, with the series applied.
+    """
+    repository, patches = Git(project.root), f"patches/{project.line}"
+    if tag is None or not repository.files(tag, patches):
+        added = tuple(Change("added", patch.name, patch.subject) for patch in series)
+        return Changes(project.line, added, None)
+    archive = repository.run("archive", "--format=tar", tag, patches)
+    with tempfile.TemporaryDirectory(prefix="re-release-") as name:
+        place = Path(name)
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+            tar.extractall(place, filter="data")
+        (place / "build").mkdir()
+        project.downloads.mkdir(parents=True, exist_ok=True)
+        (place / "build/downloads").symlink_to(project.downloads.resolve())
+        then = Project(place, project.line, project.wheelhouse, project.offline)
+        old = read_series(then.series_file)
+        base = BASE_REF
+        if then.pin.tree == project.pin.tree:
+            with scratch_worktree(git) as scratch:
+                head = am_all(scratch, old)
+        else:
+            head = apply_series(then, old).commit
+            git.run("fetch", "--quiet", "--no-tags", str(then.tree), head)
+            base = git.commits(head)[0]
+        options = ("--no-color", "--no-patch", "--creation-factor=60")
+        output = git.text("range-diff", *options, f"{base}..{head}", f"{BASE_REF}..HEAD")
+    return Changes(project.line, compare_ranges(output, old, series), then.pin.version)
+
+
+def section(text: str, number: int) -> tuple[str, str] | None:
+    """State (``unreleased`` or a date) and text of a release's section, heading included."""
+    headings = list(_HEADING.finditer(text))
+    for at, heading in enumerate(headings):
+        if int(heading[1]) == number:
+            end = headings[at + 1].start() if at + 1 < len(headings) else len(text)
+            return heading[2], text[heading.start() : end].rstrip() + "\n"
+    return None
+
+
+def date_section(text: str, number: int, date: str, patches: str) -> str:
+    """The changelog with the section of ``number`` dated and its patches listed.
+
+    A section that is not there is put before the first one. One that is dated already may get the
+    patches of another line.
+
+    >>> print(date_section("## re.1, unreleased\\n\\nText.\\n", 1, "2030-01-02", "More\\n"), end="")
+    ## re.1, 2030-01-02
+    <BLANKLINE>
+    Text.
+    <BLANKLINE>
+    More
+    """
+    found = section(text, number)
+    heading = f"## re.{number}, {date}"
+    if found is None:
+        first = _HEADING.search(text)
+        at = first.start() if first else len(text)
+        rest = f"\n{text[at:]}" if text[at:] else ""
+        return text[:at].rstrip("\n") + f"\n\n{heading}\n\n{patches}{rest}"
+    state, old = found
+    if state != "unreleased" and patches.splitlines()[0] in old.splitlines():
+        raise ToolError(
+            "this release is prepared already",
+            where=f"CHANGELOG.md, re.{number}",
+            expected="unreleased",
+            found=state,
+            next_step="commit it, then: make release",
+        )
+    new = old.replace(f"## re.{number}, unreleased", heading, 1) + f"\n{patches}"
+    return text.replace(old, new, 1)

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """From patch files to commits."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
-from tools.common.cli import add_downloads, add_flag, add_series, add_tree, series_of, tree_of
+from tools.common.cli import add_downloads, add_flag, add_series, add_tree
 from tools.common.errors import FailedCommand, ToolError
 from tools.common.files import staging
 from tools.common.git import Git
-from tools.common.pin import Pin, Project
-from tools.series.base import BASE_REF, BRANCH, identity, make_base
+from tools.common.pin import Project
 from tools.series.patch import Patch, check_paths
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import (
     APPLIED_REF,
+    BASE_REF,
+    BRANCH,
     Record,
+    identity,
+    make_base,
+    open_settled,
     open_tree,
     read_record,
-    refuse_dirt,
     refuse_unaccounted,
-    refuse_unfinished,
     write_record,
 )
 from tools.source.fetch import fetch_source, submodule
 
 EXAMPLE = "--pristine --tree build/v0.20.2/pristine/vllm"
+_REFRESH = "take patches that moved or were edited by hand (never with fuzz); then export"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +39,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_downloads(parser)
     add_flag(parser, "--pristine", "apply no patch at all")
     parser.add_argument("--before", metavar="PATCH", help="stop before this patch")
-    add_flag(
-        parser,
-        "--refresh",
-        "take patches that moved or were edited by hand (never with fuzz); then export",
-    )
+    add_flag(parser, "--refresh", _REFRESH)
     add_flag(parser, "--discard", "lose what the build tree has beyond the series")
 
 
@@ -51,24 +47,21 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Bring the build tree to the pinned release plus one commit per patch. All or nothing:
     a patch that does not fit exactly changes nothing. The commit ids are the same on every
     machine. Refuses over uncommitted changes, and over commits that the series cannot give back."""
-    series = Series() if arguments.pristine else read_series(series_of(arguments, project))
+    series = Series() if arguments.pristine else read_series(project.series_file)
     if arguments.before:
         series = series.before(arguments.before)
-    tree = tree_of(arguments, project)
-    if not tree.exists():
+    if not project.tree.exists():
         print(f"source: {fetch_source(project)}")
-    done = apply_series(project, series, tree, discard=arguments.discard, refresh=arguments.refresh)
+    done = apply_series(project, series, discard=arguments.discard, refresh=arguments.refresh)
     state = "applied" if done.changed else "nothing to do"
-    print(f"{state}: {done.patches} patches on {project.pin.git_tag} in {tree}")
+    print(f"{state}: {len(series)} patches on {project.pin.git_tag} in {project.tree}")
     print(f"commit: {done.commit}")
 
 
-@dataclass(frozen=True)
-class Applied:
+class Applied(NamedTuple):
     """The result of an apply."""
 
     commit: str
-    patches: int
     changed: bool
 
 
@@ -103,21 +96,17 @@ def am(git: Git, patch: Patch, *, refresh: bool = False) -> str:
             f"build tree git am --3way --keep-non-patch",
             details=error.details,
         ) from error
-    commit = git.commit_id("HEAD")
-    assert commit is not None
     if not refresh:
-        _refuse_other_blobs(git, patch, commit)
-    return commit
+        _refuse_other_blobs(git, patch)
+    return git.text("rev-parse", "HEAD")
 
 
-def _refuse_other_blobs(git: Git, patch: Patch, commit: str) -> None:
-    stated = patch.blobs
-    for change in git.changes(f"{commit}^", commit):
+def _refuse_other_blobs(git: Git, patch: Patch) -> None:
+    for change in git.changes("HEAD^", "HEAD"):
         made = (change.before, change.after)
-        if change.before == change.after:
-            continue  # a change of mode alone has no index line
-        said = stated.get(change.path, ("", ""))
-        if said != made:
+        said = patch.blobs.get(change.path, ("", ""))
+        # A change of mode alone has no index line.
+        if change.before != change.after and said != made:
             raise ToolError(
                 "a patch is not about the file that it meets; nothing was changed",
                 where=f"{patch.name}, {change.path}",
@@ -130,11 +119,9 @@ def _refuse_other_blobs(git: Git, patch: Patch, commit: str) -> None:
 
 def am_all(git: Git, series: Series, *, refresh: bool = False) -> str:
     """Apply the whole series on HEAD; returns the last commit."""
-    commit = git.commit_id("HEAD")
-    assert commit is not None
     for patch in series:
-        commit = am(git, patch, refresh=refresh)
-    return commit
+        am(git, patch, refresh=refresh)
+    return git.text("rev-parse", "HEAD")
 
 
 @contextmanager
@@ -150,32 +137,31 @@ def scratch_worktree(git: Git) -> Iterator[Git]:
 
 
 def apply_series(
-    project: Project,
-    series: Series,
-    tree: Path,
-    *,
-    discard: bool = False,
-    refresh: bool = False,
+    project: Project, series: Series, *, discard: bool = False, refresh: bool = False
 ) -> Applied:
-    """Bring ``tree`` to the base plus the series, completely or not at all."""
+    """Bring the build tree to the base plus the series, completely or not at all."""
+
+    def remember(git: Git, commit: str) -> None:
+        git.run("update-ref", APPLIED_REF, commit)
+        record = Record(fingerprint(series, project.pin), git.tree_id(commit))
+        # Refreshed patches are not what their files say; no wheel is built before an export.
+        write_record(git, None if refresh else record)
+
     submodule(project)  # one that is not as pinned is refused, also where it is not needed
+    tree = project.tree
     if not tree.exists():
         with staging(tree) as place:
             git = make_base(project, place)
             commit = am_all(git, series, refresh=refresh)
-            _remember(git, commit, series, project.pin, refresh)
+            remember(git, commit)
             place.rename(tree)
-        return Applied(commit, len(series), changed=True)
-    git = open_tree(tree, project.pin)
-    if not discard:
-        refuse_unfinished(git)
-        refuse_dirt(git)
-    head = git.commit_id("HEAD")
+        return Applied(commit, changed=True)
+    git = open_tree(project) if discard else open_settled(project)
+    head, applied = git.commit_id("HEAD"), git.commit_id(APPLIED_REF)
     settled = git.current_branch() == BRANCH and not git.dirt()
-    applied = git.commit_id(APPLIED_REF)
     record = Record(fingerprint(series, project.pin), git.tree_id(applied or BASE_REF))
     if applied and settled and head == applied and read_record(git) == record:
-        return Applied(applied, len(series), changed=False)
+        return Applied(applied, changed=False)
     if not discard:
         refuse_unaccounted(git)
     with scratch_worktree(git) as scratch:
@@ -188,11 +174,5 @@ def apply_series(
         git.run("checkout", "--quiet", *force, "-B", BRANCH, commit)
         if discard:
             git.run("clean", "--quiet", "--force", "-d")
-    _remember(git, commit, series, project.pin, refresh)
-    return Applied(commit, len(series), changed=changed)
-
-
-def _remember(git: Git, commit: str, series: Series, pin: Pin, refresh: bool) -> None:
-    git.run("update-ref", APPLIED_REF, commit)
-    # Refreshed patches are not what their files say; no wheel is built before they are exported.
-    write_record(git, None if refresh else Record(fingerprint(series, pin), git.tree_id(commit)))
+    remember(git, commit)
+    return Applied(commit, changed=changed)

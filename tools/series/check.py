@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the series: one function per rule, which returns what breaks it."""
-
-from __future__ import annotations
+"""The rules of the series: what breaks them, and what to do."""
 
 import argparse
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-from tools.common.cli import add_series, series_of
+from tools.common.cli import add_series
 from tools.common.errors import LintProblem, Problems
 from tools.common.pin import Project
 from tools.series.patch import (
@@ -23,6 +20,7 @@ from tools.series.patch import (
 from tools.series.series import Series, read_series
 
 EXAMPLE = ""
+declare = add_series
 
 # Lenient on purpose: a misspelt header is reported as malformed, not as missing.
 _LIKE_STATUS = re.compile(r"\s*upstream[-_ ]*s\w*\s*[:=].*", re.IGNORECASE)
@@ -34,30 +32,25 @@ _HEADER = re.compile(
     re.IGNORECASE,
 )
 _REWORD = "reword the commit (in the build tree: git rebase -i refs/re/base), then: series export"
-
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    add_series(parser)
+_SIGN = "in the build tree: git rebase --signoff refs/re/base, then: series export"
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Check the series and every patch against the rules. Each listed file exists, none is listed
     twice or left out; headers, message body, sign-off, paths and trailing blanks are right; the
     patches that a Needs: header names exist and stand earlier."""
-    series = check_series(series_of(arguments, project))
-    print(f"series: {len(series)} patches, no problems")
+    print(f"series: {len(check_series(project))} patches, no problems")
 
 
-def check_series(series_file: Path) -> Series:
+def check_series(project: Project) -> Series:
     """Every rule on the list and on each patch, or all breaches in one error."""
-    series = read_series(series_file)
+    file = project.series_file
+    series = read_series(file)
     listed = [patch.name for patch in series]
+    what, rule = "a patch is not in the series", "every .patch file listed"
     problems = [
-        LintProblem(
-            *("a patch is not in the series", series_file, path.name, "every .patch file listed"),
-            "add it to the series or delete the file",
-        )
-        for path in sorted(series_file.parent.glob("*.patch"))
+        LintProblem(what, file, path.name, rule, "add it to the series or delete the file")
+        for path in sorted(file.parent.glob("*.patch"))
         if path.name not in listed
     ]
     problems += [problem for patch in series for problem in check_patch(patch)]
@@ -89,52 +82,48 @@ def check_patch(patch: Patch) -> list[LintProblem]:
         list(patch.diff)
     except LintProblem as problem:
         return [problem]
-    return [*_check_message(patch), *check_paths(patch), *_check_blanks(patch)]
+    return [
+        *(LintProblem(what, patch.name, *rest) for what, *rest in _check_message(patch)),
+        *check_paths(patch),
+        *_check_blanks(patch),
+    ]
 
 
-def _check_message(patch: Patch) -> Iterator[LintProblem]:
+def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
+    """What is wrong, what stands there, what should, and the next step."""
     lines = patch.body.splitlines()
-
-    def problem(what: str, found: str, expected: str, next_step: str = _REWORD) -> LintProblem:
-        return LintProblem(what, patch.name, found, expected, next_step)
-
     if not slug(patch.subject):
         expected = "Subject: [PATCH] [Area] What it adds"
-        yield problem("the patch has no subject", patch.subject or "nothing", expected)
+        yield "the patch has no subject", patch.subject or "nothing", expected, _REWORD
 
     expected = "Upstream-Status: " + "\n            or: ".join(STATUSES.values())
     found = [line for line in lines if _LIKE_STATUS.fullmatch(line)]
     if not found:
-        yield problem("Upstream-Status is missing", "no such line", expected)
+        yield "Upstream-Status is missing", "no such line", expected, _REWORD
     elif len(found) > 1:
-        yield problem("Upstream-Status stands more than once", " / ".join(found), expected)
+        yield "Upstream-Status stands more than once", " / ".join(found), expected, _REWORD
     elif parse_status(found[0]) is None:
-        yield problem("Upstream-Status is malformed", found[0], expected)
+        yield "Upstream-Status is malformed", found[0], expected, _REWORD
 
     found = [line for line in lines if _LIKE_DROP.fullmatch(line)]
     if not any(re.fullmatch(r"Drop-when: \S.*", line) for line in found):
-        yield problem(
-            "Drop-when is malformed" if found else "Drop-when is missing",
-            found[0] if found else "no such line",
-            "Drop-when: the condition under which nobody needs the patch",
-        )
+        what = "Drop-when is malformed" if found else "Drop-when is missing"
+        expected = "Drop-when: the condition under which nobody needs the patch"
+        yield what, found[0] if found else "no such line", expected, _REWORD
 
     for line in lines:
         if _LIKE_NEEDS.fullmatch(line) and not _NEEDS.fullmatch(line):
-            yield problem("Needs is malformed", line, "Needs: one.patch, another.patch")
+            yield "Needs is malformed", line, "Needs: one.patch, another.patch", _REWORD
 
+    expected = f"Signed-off-by: {IDENTITY}"
     found = [line for line in lines if re.match(r"\s*signed\W*off\W*by\s*:", line, re.IGNORECASE)]
-    if f"Signed-off-by: {IDENTITY}" not in found:
-        yield problem(
-            "the project's Signed-off-by is missing",
-            " / ".join(found) or "no such line",
-            f"Signed-off-by: {IDENTITY}",
-            "in the build tree: git rebase --signoff refs/re/base, then: series export",
-        )
+    if expected not in found:
+        what = "the project's Signed-off-by is missing"
+        yield what, " / ".join(found) or "no such line", expected, _SIGN
 
     if not any(line.strip() and not _HEADER.fullmatch(line) for line in lines):
         expected = "why the patch is needed and what a user sees"
-        yield problem("the message has no body", "only a subject and headers", expected)
+        yield "the message has no body", "only a subject and headers", expected, _REWORD
 
 
 def _check_blanks(patch: Patch) -> list[LintProblem]:
@@ -146,7 +135,6 @@ def _check_blanks(patch: Patch) -> list[LintProblem]:
         for line in hunk
         if line.is_added and re.search(r"[ \t\r\f\v]+\n?\Z", line.value)
     ]
-    expected = "no blank at the end of an added line"
+    what, expected = "added lines end in blanks", "no blank at the end of an added line"
     step = "remove them in the commit, then: series export"
-    what = "added lines end in blanks"
     return [LintProblem(what, patch.name, ", ".join(bad), expected, step)] if bad else []

@@ -5,8 +5,6 @@ vLLM imports, its own linters pass on what the patch touches, mypy says nothing 
 of the commit before, and the tests that the patch touches pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -16,19 +14,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from tools.common.cli import add_series, add_tree, series_of, tell, tree_of
+from tools.common.cli import add_path, add_series, add_tree, tell
 from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Change, Git
 from tools.common.pin import Project
-from tools.series.base import BASE_REF
 from tools.series.series import read_series
-from tools.series.tree import open_tree
+from tools.series.tree import BASE_REF, open_tree
 from tools.upstream.hubcache import recipe
 from tools.upstream.testrun import PASSED, SKIPPED, is_test_file, run_file, test_environment
 from tools.wheel.verify import find_site, verify_installed
@@ -72,9 +70,10 @@ HOOKS = (
     "check_boolean_context_manager",
     "check_init_lazy_imports",
 )
-# As vLLM's hook: what it leaves out, and the lowest version of Python that it supports. Without
-# packages, as there, so that torch's own types do not count.
-MYPY = ("mypy", "--python-version", "3.10", "--no-site-packages", "--no-error-summary")
+# As vLLM's hook: what it leaves out, and the lowest version of Python that it supports, which is
+# in vLLM's configuration. Without packages, as there, so that torch's own types do not count.
+MYPY = ("mypy", "--no-site-packages", "--no-error-summary", "--python-version")
+MYPY_VERSION = re.compile(r'mypy\.py .*"(3\.\d+)"')
 MYPY_SCRIPT = "tools/pre_commit/mypy.py"
 IMPORTS, LINTERS, TYPES, TESTS = "imports", "linters", "types", "tests"
 CHECKS = (IMPORTS, LINTERS, TYPES, TESTS)
@@ -82,14 +81,8 @@ CHECKS = (IMPORTS, LINTERS, TYPES, TESTS)
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patches", nargs="*", metavar="PATCH", help="only these (default: all)")
-    parser.add_argument("--out", type=Path, help="where the table goes, as Markdown")
-    parser.add_argument(
-        "--installed",
-        type=Path,
-        default=Path(sys.executable),
-        metavar="SITE",
-        help="the wheel of the series, installed (default: in this Python)",
-    )
+    add_path(parser, "--out", "where the table goes, as Markdown")
+    add_path(parser, "--installed", "where the wheel of the series is (default: this Python)")
     add_series(parser)
     add_tree(parser)
 
@@ -99,13 +92,13 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     finds nothing that it does not find before the patch, and the tests touched pass. Finished
     checks are not repeated, so an interrupted run can be continued. The wheel of the series must be
     installed."""
-    series_file, tree = series_of(arguments, project), tree_of(arguments, project)
-    verify_installed(project, arguments.installed, tree, series_file)
-    git = open_tree(tree, project.pin)
-    checker = Checker(git, find_site(arguments.installed), project.build / "check-patches")
+    installed = arguments.installed or Path(sys.executable)
+    verify_installed(project, installed)
+    git = open_tree(project)
+    checker = Checker(git, find_site(installed), project.build / "check-patches")
     start = time.monotonic()
     rows = []
-    for patch, place in zip(read_series(series_file), places(git), strict=True):
+    for patch, place in zip(read_series(project.series_file), places(git), strict=True):
         if arguments.patches and patch.name not in arguments.patches:
             continue
         findings = {}
@@ -133,8 +126,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         raise ToolError(
             f"{len(failed)} checks of patches failed",
             where=arguments.out,
-            next_step="correct the patch (CONTRIBUTING.md, Editing a patch), then: make "
-            "check-patches",
+            next_step="correct the patch (CONTRIBUTING.md, Editing a patch), run it again",
             details="\n".join(failed).splitlines(),
         )
     print(f"series: {len(rows)} patches pass at their own places")
@@ -196,17 +188,15 @@ class Checker:
         if name == TESTS:  # keeps its results itself
             return self._check_tests(place)
         trees = f"{self.git.tree_id(place.before)[:12]}-{place.tree[:12]}"
-        stored = self.results / f"{trees}-{_recipe()}-{name}.json"
-        if stored.is_file():
-            return Finding(**json.loads(stored.read_text()))
-        checks = {
-            IMPORTS: self._check_imports,
-            LINTERS: self._check_linters,
-            TYPES: self._check_types,
-        }
-        finding = checks[name](place)
-        write(stored, json.dumps(vars(finding), indent=1))
-        return finding
+        make = getattr(self, f"_check_{name}")
+        return Finding(**self._kept(f"{trees}-{_recipe()}-{name}", lambda: vars(make(place))))
+
+    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What an earlier run kept under this name, as JSON, or what is made now."""
+        stored = self.results / f"{name}.json"
+        if not stored.is_file():
+            write(stored, json.dumps(make(), indent=1))
+        return json.loads(stored.read_text())
 
     def _go_to(self, commit: str) -> None:
         if self._at is None:
@@ -228,20 +218,23 @@ class Checker:
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(file.resolve())
 
-    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def _environment(self) -> dict[str, str]:
         # The package beside the tests comes before the installed one, also in what they start.
-        environment = test_environment(self.build, PYTHONPATH=str(self.tree.resolve()))
-        return subprocess.run(
+        return test_environment(self.build, PYTHONPATH=str(self.tree.resolve()))
+
+    def _run(self, *command: str) -> tuple[int, str]:
+        """Exit status and output of a command."""
+        done = subprocess.run(
             command,
             cwd=self.tree,
-            env=environment,
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=LIMIT_S,
-            check=False,
         )
+        return done.returncode, done.stdout
 
     def _check_imports(self, place: Place) -> Finding:
         self._go_to(place.commit)
@@ -250,32 +243,30 @@ class Checker:
             for file in place.files(".py")
             if file.startswith(f"{PACKAGE}/")
         ]
-        done = self._run(sys.executable, "-c", _IMPORT, *MODULES, *touched)
-        count = f"{len({*MODULES, *touched})} modules"
-        return Finding(done.returncode == 0, count, _tail(done.stdout) if done.returncode else "")
+        modules = dict.fromkeys([*MODULES, *touched])
+        status, said = self._run(sys.executable, "-c", _IMPORT, *modules)
+        return Finding(status == 0, f"{len(modules)} modules", _tail(said) if status else "")
 
     def _check_linters(self, place: Place) -> Finding:
         self._go_to(place.commit)
         python, markdown = place.files(".py"), place.files(".md")
-        commands = []
+        commands = {}
         if python:
-            commands += [(*command, *python) for command in RUFF]
-            commands += [(sys.executable, f"tools/pre_commit/{hook}.py", *python) for hook in HOOKS]
+            commands = {" ".join(words[:2]): (*words, *python) for words in RUFF}
+            for hook in HOOKS:
+                commands[hook] = (sys.executable, f"tools/pre_commit/{hook}.py", *python)
         if markdown:
-            commands.append((*MARKDOWN, *markdown))
+            commands[" ".join(MARKDOWN[:2])] = (*MARKDOWN, *markdown)
         failed = {}
-        for command in commands:
-            done = self._run(*command)
-            if done.returncode:
-                words = [Path(word).stem for word in command if not word.startswith("-")]
-                name = words[1] if command[0] == sys.executable else " ".join(words[:2])
-                failed[name] = _tail(done.stdout)
+        for name, command in commands.items():
+            status, said = self._run(*command)
+            if status:
+                failed[name] = _tail(said)
         if failed:  # some hooks mend what they find
             Git(self.tree).run("checkout", "--quiet", "--force", "--detach", place.commit)
         details = "\n".join(f"{name}:\n{said}" for name, said in failed.items())
-        return Finding(
-            not failed, ", ".join(failed) or f"{len(python) + len(markdown)} files", details
-        )
+        count = f"{len(python) + len(markdown)} files"
+        return Finding(not failed, ", ".join(failed) or count, details)
 
     def _check_types(self, place: Place) -> Finding:
         before, after = self._mypy(place.before), self._mypy(place.commit)
@@ -284,30 +275,32 @@ class Checker:
 
     def _mypy(self, commit: str) -> list[str]:
         """What mypy says of the whole package and its tests, without line numbers."""
-        stored = self.results / f"{self.git.tree_id(commit)[:12]}-{_recipe()}-mypy.json"
-        if stored.is_file():
-            return json.loads(stored.read_text())
+        key = f"{self.git.tree_id(commit)[:12]}-{_recipe()}-mypy"
+        return self._kept(key, lambda: self._run_mypy(commit))
+
+    def _run_mypy(self, commit: str) -> list[str]:
         self._go_to(commit)
         # Which files, in which groups, stands in vLLM's own hook.
         files = self.git.files(commit, PACKAGE, "tests")
-        groups = self._run(sys.executable, "-c", _GROUPS, *sorted(files))
-        if groups.returncode:
-            raise ToolError("vLLM's mypy hook does not say its files", details=[groups.stdout])
+        status, groups = self._run(sys.executable, "-c", _GROUPS, *sorted(files))
+        if status:
+            raise ToolError("vLLM's mypy hook does not say its files", details=[groups])
+        config = self.tree / ".pre-commit-config.yaml"
+        lowest = MYPY_VERSION.search(config.read_text() if config.exists() else "")
+        mypy = (*MYPY, lowest[1] if lowest else "3.10")
         said: list[str] = []
-        for name, files in json.loads(groups.stdout).items():
-            if not files:
+        listing = self.build / "mypy-files"
+        cache = ("--cache-dir", str((self.build / "mypy").resolve()))
+        for name, names in json.loads(groups).items():
+            if not names:
                 continue
-            listing = self.build / "mypy-files"
-            listing.write_text("\n".join(files))
+            listing.write_text("\n".join(names))
             follow = ("--follow-imports", "skip") if name else ()
-            cache = ("--cache-dir", str((self.build / "mypy").resolve()))
-            done = self._run(*MYPY, *follow, *cache, f"@{listing.resolve()}")
-            if done.returncode not in (0, 1):
-                raise ToolError("mypy did not run", where=commit, details=done.stdout.splitlines())
-            said += re.findall(r"^(.+?):\d+: (error: .*)$", done.stdout, re.MULTILINE)
-        errors = sorted(": ".join(pair) for pair in said)
-        write(stored, json.dumps(errors, indent=1))
-        return errors
+            status, out = self._run(*mypy, *follow, *cache, f"@{listing.resolve()}")
+            if status not in (0, 1):
+                raise ToolError("mypy did not run", where=commit, details=out.splitlines())
+            said += re.findall(r"^(.+?):\d+(: error: .*)$", out, re.MULTILINE)
+        return sorted("".join(pair) for pair in said)
 
     def _check_tests(self, place: Place) -> Finding:
         files = [file for file in place.files(".py") if is_test_file(file)]
@@ -317,8 +310,8 @@ class Checker:
             results = self.results / key / Path(file).with_suffix(".xml")
             if not results.is_file():
                 self._go_to(place.commit)
-            environment = test_environment(self.build, PYTHONPATH=str(self.tree.resolve()))
-            for test, outcome in run_file(file, self.tree, environment, results, LIMIT_S).items():
+            outcomes = run_file(file, self.tree, self._environment(), results, LIMIT_S)
+            for test, outcome in outcomes.items():
                 passed += outcome.status == PASSED
                 skipped += outcome.status == SKIPPED or outcome.cannot_run is not None
                 if outcome.bad and not outcome.cannot_run:
@@ -352,17 +345,13 @@ def render(rows: Iterable[tuple[str, dict[str, Finding]]], about: str) -> str:
     lines += [f"| Patch | {' | '.join(c.capitalize() for c in CHECKS)} |", "| --- " * 5 + "|"]
     details = []
     for name, findings in rows:
-        cells = [
-            findings[check].said if findings[check].good else f"**{findings[check].said}**"
-            for check in CHECKS
-        ]
+        cells = []
+        for check in CHECKS:
+            found = findings[check]
+            cells.append(found.said if found.good else f"**{found.said}**")
+            if not found.good:
+                details += [f"`{name}`, {check}:", "", "```text", found.details, "```", ""]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-        details += [
-            line
-            for check in CHECKS
-            if not findings[check].good
-            for line in (f"`{name}`, {check}:", "", "```text", findings[check].details, "```", "")
-        ]
     if details:
         lines += ["", "## What failed", "", *details[:-1]]
     return "\n".join(lines) + "\n"

@@ -1,36 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """From commits to patch files."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common.cli import add_flag, add_many, add_series, add_tree, series_of, tree_of
+from tools.common.cli import add_flag, add_many, add_series, add_tree
 from tools.common.errors import Problems, ToolError
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import am, scratch_worktree
-from tools.series.base import BASE_REF
 from tools.series.check import check_patch
 from tools.series.patch import Patch, slug
 from tools.series.series import Series, fingerprint, read_series, write_series
 from tools.series.tree import (
+    BASE_REF,
     EXPORTED_REF,
     Record,
-    open_tree,
+    open_settled,
     read_record,
-    refuse_dirt,
-    refuse_unfinished,
     write_record,
 )
 
 EXAMPLE = "--check"
 # In vLLM's tree.
 PAGE = "docs/features/routed_experts.md"
+_FORMAT = (
+    "--always",  # an empty commit too, so that it can be named and refused
+    "--no-signature",  # else the last line is the version of git
+    "--zero-commit",  # else an edit below changes the first line of every patch above
+    "--no-numbered",  # else a patch more changes every subject to 1/n
+    "--subject-prefix=PATCH",  # am cuts this off again and leaves [Core] alone
+    "--patch",
+    "--no-stat",  # its columns depend on the longest name
+    "--full-index",  # abbreviations grow with the repository; apply compares whole ids
+    "--diff-algorithm=myers",  # the default may change or be configured
+    "--unified=3",
+    "--inter-hunk-context=0",
+    "-O/dev/null",  # files in the order of their paths
+    "--no-renames",  # a detected rename depends on thresholds
+    "--no-indent-heuristic",  # where a hunk may slide depends on the version's taste
+    *("--src-prefix=a/", "--dst-prefix=b/", "--no-color", "--no-ext-diff", "--no-textconv"),
+    *("--no-relative", "--no-cover-letter", "--no-attach", "--no-thread", "--no-base"),
+    *("--no-signoff", "--no-notes", "--pretty=email", "--no-to", "--no-cc", "--no-add-header"),
+    "--no-from",  # the author stands in From:, whoever exports
+    "--encode-email-headers",
+)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -43,20 +60,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Write the commits of the build tree to patches/<line>, one file each. All or nothing; a patch
     keeps its file name through edits, and a commit that did not change keeps its bytes."""
-    done = export_series(
-        project,
-        series_of(arguments, project),
-        tree_of(arguments, project),
-        check=arguments.check,
-        drop=arguments.drop,
-    )
-    stale = [*done.stale, *export_page(project, tree_of(arguments, project), arguments.check)]
+    done = export_series(project, check=arguments.check, drop=arguments.drop)
+    stale = [*done.stale, *export_page(project, arguments.check)]
     if arguments.check and stale:
-        raise ToolError(
-            f"{len(stale)} files of the series are not what the build tree exports",
-            next_step="python -m tools series export",
-            details=stale,
-        )
+        what = f"{len(stale)} files of the series are not what the build tree exports"
+        raise ToolError(what, next_step="python -m tools series export", details=stale)
     for name in done.written:
         print(f"wrote {name}")
     for name in done.removed:
@@ -81,106 +89,50 @@ class Exported:
 
 def format_patch(git: Git, commit: str) -> bytes:
     """One commit as a patch file; the bytes depend on nothing but the commit."""
-    done = git.run(
-        "-c",
-        "diff.suppressBlankEmpty=false",  # am takes both spellings of an empty line, bytes do not
-        "-c",
-        "log.showSignature=false",
-        "format-patch",
-        "-1",
-        "--stdout",
-        "--always",  # an empty commit too, so that it can be named and refused
-        "--no-signature",  # else the last line is the version of git
-        "--zero-commit",  # else an edit below changes the first line of every patch above
-        "--no-numbered",  # else a patch more changes every subject to 1/n
-        "--subject-prefix=PATCH",  # am cuts this off again and leaves [Core] alone
-        "--patch",
-        "--no-stat",  # its columns depend on the longest name
-        "--full-index",  # abbreviations grow with the repository; apply compares whole ids
-        "--diff-algorithm=myers",  # the default may change or be configured
-        "--unified=3",
-        "--inter-hunk-context=0",
-        "-O/dev/null",  # files in the order of their paths
-        "--no-renames",  # a detected rename depends on thresholds
-        "--no-indent-heuristic",  # where a hunk may slide depends on the version's taste
-        "--src-prefix=a/",
-        "--dst-prefix=b/",
-        "--no-color",
-        "--no-ext-diff",
-        "--no-textconv",
-        "--no-relative",
-        "--no-cover-letter",
-        "--no-attach",
-        "--no-thread",
-        "--no-base",
-        "--no-signoff",
-        "--no-notes",
-        "--pretty=email",
-        "--no-to",
-        "--no-cc",
-        "--no-add-header",
-        "--no-from",  # the author stands in From:, whoever exports
-        "--encode-email-headers",
-        commit,
-    )
-    return done.stdout
+    # am takes both spellings of an empty line, bytes do not.
+    settings = ("-c", "diff.suppressBlankEmpty=false", "-c", "log.showSignature=false")
+    return git.run(*settings, "format-patch", "-1", "--stdout", *_FORMAT, commit).stdout
 
 
-def name_patches(patches: Sequence[tuple[str, str, str]], old: Series) -> list[str]:
-    """A file name for each (subject, author, date); a patch keeps its name through edits.
+def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
+    """A file name for each draft; a patch keeps its name through edits.
 
     The i-th commit with a subject keeps the name of the i-th patch with that subject; a reworded
     one is known by its author and date; a new one is named for its subject.
     """
-    names: list[str | None] = [None] * len(patches)
+    names: dict[int, str] = {}
     free = list(old)
-    for key in (lambda p: p[0], lambda p: (p[1], p[2])):
-        for i, facts in enumerate(patches):
-            if names[i] is None:
-                like = [
-                    patch
-                    for patch in free
-                    if key((patch.subject, patch.author, patch.date)) == key(facts)
-                ]
-                if like:
-                    names[i] = like[0].name
-                    free.remove(like[0])
-    chosen = [name or f"{slug(facts[0])}.patch" for name, facts in zip(names, patches, strict=True)]
+    for key in (lambda patch: patch.subject, lambda patch: (patch.author, patch.date)):
+        for i, draft in enumerate(drafts):
+            like = next((patch for patch in free if key(patch) == key(draft)), None)
+            if like and i not in names:
+                names[i] = like.name
+                free.remove(like)
+    chosen = [names.get(i, f"{slug(draft.subject)}.patch") for i, draft in enumerate(drafts)]
     # A name that an old patch just gave up may be taken again; two of this export may not clash.
     for name in chosen:
         if chosen.count(name) > 1 or name == ".patch":
-            subjects = [
-                facts[0] for facts, other in zip(patches, chosen, strict=True) if other == name
-            ]
+            pairs = zip(drafts, chosen, strict=True)
             raise ToolError(
                 "two patches would have the same file name" if name != ".patch" else "no name",
                 where=name,
                 expected="subjects that differ",
-                found=" / ".join(subjects),
+                found=" / ".join(draft.subject for draft, other in pairs if other == name),
                 next_step="reword one: in the build tree, git rebase -i refs/re/base",
             )
     return chosen
 
 
-def export_series(
-    project: Project,
-    series_file: Path,
-    tree: Path,
-    *,
-    check: bool = False,
-    drop: Sequence[str] = (),
-) -> Exported:
-    """Write the commits of ``tree`` to the series, completely or not at all.
+def export_series(project: Project, *, check: bool = False, drop: Sequence[str] = ()) -> Exported:
+    """Write the commits of the build tree to the series, completely or not at all.
 
     With ``check`` everything is done but the writing.
     """
-    git = open_tree(tree, project.pin)
-    refuse_unfinished(git)
-    refuse_dirt(git)
+    git, series_file = open_settled(project), project.series_file
     commits = _exportable(git)
     old = read_series(series_file) if series_file.exists() else Series()
     drafts = [Patch("draft", format_patch(git, commit)) for commit in commits]
-    names = name_patches([(d.subject, d.author, d.date) for d in drafts], old)
+    names = name_patches(drafts, old)
     new = Series(tuple(Patch(name, d.data) for name, d in zip(names, drafts, strict=True)))
     if problems := [problem for patch in new for problem in check_patch(patch)]:
         raise Problems("commits that break the rules of the series", problems)
@@ -202,10 +154,10 @@ def export_series(
     return exported
 
 
-def export_page(project: Project, tree: Path, check: bool) -> list[str]:
+def export_page(project: Project, check: bool) -> list[str]:
     """Copy the page that the series adds to vLLM's documentation into docs/; its name if it
     changes. With ``check`` nothing is written."""
-    git = Git(tree)
+    git = Git(project.tree)
     added = git.files("HEAD", PAGE)
     if not added or git.files(BASE_REF, PAGE):
         return []
@@ -221,13 +173,11 @@ def export_page(project: Project, tree: Path, check: bool) -> list[str]:
 
 def _exportable(git: Git) -> list[str]:
     """The commits above the base, oldest first; what cannot be a series is refused."""
-    onto = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
-    base = git.commit_id(BASE_REF)
     if git.run("merge-base", "--is-ancestor", BASE_REF, "HEAD", accept=(0, 1)).returncode:
         raise ToolError(
             "HEAD does not stand on the base commit",
             where=git.path,
-            expected=f"{base} among its ancestors",
+            expected=f"{git.commit_id(BASE_REF)} among its ancestors",
             found=git.oneline("HEAD"),
             next_step=f"put your commits on the base: git -C {git.path} rebase -i --onto "
             f"{BASE_REF} <the commit before yours>",
@@ -241,15 +191,16 @@ def _exportable(git: Git) -> list[str]:
             found=f"none: HEAD is {BASE_REF}",
             next_step="python -m tools series apply",
         )
+    onto = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
     problems = []
     for commit in commits:
-        line = git.oneline(commit)
-        if len(git.parents(commit)) > 1:
-            problems.append(
-                ToolError("a merge commit has no patch", found=line, next_step=f"linearise: {onto}")
-            )
+        what = None
+        if " " in git.log(commit, "%P"):
+            what = "a merge commit has no patch"
         elif git.message(commit).startswith(("fixup!", "squash!", "amend!")):
-            problems.append(ToolError("a commit waits to be squashed", found=line, next_step=onto))
+            what = "a commit waits to be squashed"
+        if what:
+            problems.append(ToolError(what, found=git.oneline(commit), next_step=onto))
     if problems:
         raise Problems("commits that cannot be patches", problems)
     return commits
@@ -271,11 +222,8 @@ def _refuse_strays(series_file: Path, new: Series, before: dict[str, bytes]) -> 
     for patch in new:
         path = series_file.parent / patch.name
         if patch.name not in before and path.exists() and path.read_bytes() != patch.data:
-            raise ToolError(
-                "a file that is not in the series stands where a new patch would go",
-                where=path,
-                next_step="move it away, then export again",
-            )
+            what = "a file that is not in the series stands where a new patch would go"
+            raise ToolError(what, where=path, next_step="move it away, then export again")
 
 
 def _prove_round_trip(git: Git, series: Series, commits: Sequence[str]) -> None:

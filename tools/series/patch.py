@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One patch file: its message, its headers, its diff."""
 
-from __future__ import annotations
-
 import email
 import email.policy
 import io
@@ -34,17 +32,6 @@ _STATUS = re.compile(r"Upstream-Status: (\w+)(?: \[(\S[^\]]*)\])?")
 OWN_HEADER = re.compile(r"(?:Upstream-Status|Drop-when|Needs):")
 
 
-def strip_prefix(subject: str) -> str:
-    """The subject without what ``git format-patch`` put before it.
-
-    >>> strip_prefix("[PATCH] [Core] Keep rows")
-    '[Core] Keep rows'
-    >>> strip_prefix("[PATCH 2/3] Keep rows")
-    'Keep rows'
-    """
-    return re.sub(r"^\[PATCH[^\]]*\]\s*", "", subject)
-
-
 def slug(subject: str) -> str:
     """A file name from a subject: tags left out, words joined by hyphens.
 
@@ -60,17 +47,7 @@ def slug(subject: str) -> str:
 
 
 def parse_status(line: str) -> tuple[str, str | None] | None:
-    """The status and its argument, or None where the line is malformed.
-
-    >>> parse_status("Upstream-Status: Backport [0.21.0]")
-    ('Backport', '0.21.0')
-    >>> parse_status("Upstream-Status: Pending")
-    ('Pending', None)
-    >>> parse_status("Upstream-Status: Denied") is None  # says neither where nor why
-    True
-    >>> parse_status("upstream-status: pending") is None
-    True
-    """
+    """The status and its argument, or None where the line is malformed."""
     match = _STATUS.fullmatch(line.rstrip())
     if not match or match[1] not in STATUSES or (match[2] is None and match[1] != "Pending"):
         return None
@@ -101,8 +78,9 @@ class Patch:
 
     @cached_property
     def subject(self) -> str:
-        """Unfolded, without ``[PATCH]``."""
-        return strip_prefix(" ".join(str(self._mail.get("Subject", "")).split()))
+        """Unfolded, without what ``git format-patch`` put before it."""
+        text = " ".join(str(self._mail.get("Subject", "")).split())
+        return re.sub(r"^\[PATCH[^\]]*\]\s*", "", text)
 
     @property
     def author(self) -> str:
@@ -155,13 +133,7 @@ class Patch:
 
 
 def leaves_tree(path: str) -> bool:
-    """Whether a path of a diff, without its ``a/`` or ``b/``, is outside the tree or in ``.git``.
-
-    >>> leaves_tree("vllm/envs.py")
-    False
-    >>> leaves_tree("vllm/../../etc/passwd"), leaves_tree("/etc/passwd"), leaves_tree(".git/config")
-    (True, True, True)
-    """
+    """Whether a path of a diff, without its ``a/``, is outside the tree or in ``.git``."""
     parts = PurePosixPath(path).parts
     return path.startswith("/") or ".." in parts or any(p.lower() == ".git" for p in parts)
 
@@ -171,10 +143,10 @@ def check_paths(patch: Patch) -> list[LintProblem]:
     found = [] if patch.diff else [("the patch changes nothing", "no diff", "a changed file")]
     for file in patch.diff:
         names = {re.sub(r"^[ab]/", "", name) for name in (file.source_file, file.target_file)}
-        for line in file.patch_info or ():
-            if match := re.match(r"(?:rename|copy) (?:from|to) (.*)", line.rstrip("\n")):
+        for line in map(str.rstrip, file.patch_info or ()):
+            if match := re.match(r"(?:rename|copy) (?:from|to) (.*)", line):
                 names.add(match[1])
-            elif match := re.match(r"diff --git a/(.*) b/(.*)", line.rstrip("\n")):
+            elif match := re.match(r"diff --git a/(.*) b/(.*)", line):
                 names.update(match.groups())
         for name in sorted(names - {"/dev/null"}):
             if leaves_tree(name.strip('"')):

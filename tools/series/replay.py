@@ -5,34 +5,31 @@ A stage directory holds ``vllm``, where the patches are replayed and conflicts a
 ``new``, the pin and the series of the result; and ``state.json``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from tools.common.cli import Tell
+from tools.common.cli import tell
 from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series
-from tools.series.base import BASE_REF, commit_base, unpack_source
 from tools.series.clone import open_clone
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.target import Target, render_pin
-from tools.series.tree import APPLIED_REF
+from tools.series.tree import APPLIED_REF, BASE_REF, commit_base, unpack_source
 from tools.source.download import fetch
 
-OLD_BASE = "refs/re/rebase/base"
-OLD_APPLIED = "refs/re/rebase/applied"
-
+OLD_BASE, OLD_APPLIED = "refs/re/rebase/base", "refs/re/rebase/applied"
 REPLAYING, INSTALLING = "replaying", "installing"
 CONFLICT, CONTAINED, EMPTY = "conflict", "contained", "empty"
 COMMAND = "python -m tools series rebase"
+_UNDO = f"to leave everything as it was: {COMMAND} --abort"
 
 # The two letters of git's status for a path that it could not merge. "There" is the release with
 # the patches before.
@@ -47,8 +44,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Clash:
+class Clash(NamedTuple):
     """A file that could not be merged."""
 
     path: str
@@ -84,14 +80,31 @@ class State:
         at = f", stopped at {self.patches[self.done]}" if self.done < len(self.patches) else ""
         return f"{self.done} of {len(self.patches)} patches done{at}"
 
+    def save(self, stage: Path) -> None:
+        write(stage / "state.json", json.dumps(asdict(self), indent=2) + "\n")
+
+    def leave_out(self) -> None:
+        """Leave the patch that the rebase stopped at out of the series."""
+        why = f"vLLM {self.onto} contains it" if self.stop == CONTAINED else "skipped"
+        self.left_out[self.patches[self.done]] = why
+        self.done += 1
+        self.stop = None
+
+    def catch_up(self, git: Git) -> None:
+        """Take notice of commits that a person made with plain git since the rebase stopped."""
+        if made := len(git.commits(f"{self.head}..HEAD")):
+            self.done += made
+            self.head = git.text("rev-parse", "HEAD")
+            self.stop = CONFLICT if git.commit_id("CHERRY_PICK_HEAD") else None
+
 
 def place(project: Project) -> Path:
     return project.build / "rebase"
 
 
 def result(project: Project, stage: Path) -> Project:
-    """The project as it will be: the new pin and series, in the stage."""
-    return Project(stage / "new", project.line)
+    """The project as it will be: the new pin and series, in the stage, and their build tree."""
+    return Project(stage / "new", project.line, tree_at=stage / "vllm")
 
 
 def read_state(project: Project) -> State | None:
@@ -100,36 +113,20 @@ def read_state(project: Project) -> State | None:
     return State(**json.loads(path.read_text())) if path.exists() else None
 
 
-def need_state(project: Project) -> State:
-    state = read_state(project)
-    if state is None:
-        raise ToolError(
-            "no rebase is under way",
-            where=place(project),
-            next_step=f"begin one: {COMMAND} --onto <version>",
-        )
-    return state
-
-
-def save(stage: Path, state: State) -> None:
-    write(stage / "state.json", json.dumps(asdict(state), indent=2) + "\n")
-
-
 def state_of(project: Project) -> str:
     """A digest of the pin and the series, to notice edits made during a rebase."""
-    pin = project.pin_file.read_text(encoding="utf-8")
     series = fingerprint(read_series(project.series_file), project.pin)
-    return hashlib.sha256(f"{series} {pin}".encode()).hexdigest()
+    return hashlib.sha256(f"{series} {project.pin_file.read_text()}".encode()).hexdigest()
 
 
 def set_up(
     project: Project, target: Target, clone: Path | None, series: Series, stage: Path
 ) -> Git:
     """Fill the empty directory ``stage`` with everything that a replay needs."""
-    apply_series(project, series, project.tree)  # refuses what would be lost
-    tree = stage / "vllm"
-    tree.mkdir()
-    git, tree_id = unpack_source(fetch(target.source, project), target.archive_only, tree)
+    apply_series(project, series)  # refuses what would be lost
+    new = result(project, stage)
+    new.tree.mkdir()
+    git, tree_id = unpack_source(fetch(target.source, project), target.archive_only, new.tree)
     if clone and tree_id != (wanted := open_clone(clone).tree_id(target.commit)):
         raise ToolError(
             "the source archive does not hold the files of the tag",
@@ -138,10 +135,8 @@ def set_up(
             found=f"tree {tree_id}",
             next_step="add what the archive has beyond the tag to archive_only in upstream.toml",
         )
-    new = result(project, stage)
     shutil.copytree(project.patches, new.patches, symlinks=True)
-    text = project.pin_file.read_text(encoding="utf-8")
-    write(new.pin_file, render_pin(text, target, tree_id))
+    write(new.pin_file, render_pin(project.pin_file.read_text("utf-8"), target, tree_id))
     commit_base(git, new.pin)
     refs = [f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}"]
     git.run("fetch", "--quiet", "--no-tags", project.tree.resolve().as_uri(), *refs)
@@ -155,7 +150,7 @@ def old_commits(git: Git) -> list[str]:
 
 def clashes(git: Git) -> tuple[Clash, ...]:
     found = []
-    for row in git.run("status", "--porcelain", "-z").stdout.decode(errors="replace").split("\0"):
+    for row in git.text("status", "--porcelain", "-z").split("\0"):
         if row[:2] in _KINDS:
             path = git.path / row[3:]
             lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -169,25 +164,17 @@ def pick(git: Git, commits: str, *options: str) -> str | None:
 
     CONTAINED: nothing is left to commit, because HEAD has the change already.
     """
-    done = git.run(
-        "-c",
-        "merge.conflictStyle=diff3",  # shows the old release's lines too
-        "cherry-pick",
-        *options,
-        commits,
-        accept=(0, 1, 128),
-    )
+    # diff3 shows the old release's lines too.
+    words = ("-c", "merge.conflictStyle=diff3", "cherry-pick", *options, commits)
+    done = git.run(*words, accept=(0, 1, 128))
     if done.returncode == 0:
         return None
     if clashes(git):
         return CONFLICT
     if git.commit_id("CHERRY_PICK_HEAD") and not git.differs("--cached", "HEAD"):
         return CONTAINED
-    raise ToolError(
-        "git could not replay a patch",
-        where=git.path,
-        details=(done.stdout + done.stderr).decode(errors="replace").splitlines(),
-    )
+    said = (done.stdout + done.stderr).decode(errors="replace").splitlines()
+    raise ToolError("git could not replay a patch", where=git.path, details=said)
 
 
 def forget_pick(git: Git, head: str) -> None:
@@ -197,7 +184,7 @@ def forget_pick(git: Git, head: str) -> None:
     git.run("clean", "--quiet", "--force", "-d")
 
 
-def replay(project: Project, state: State, tell: Tell) -> None:
+def replay(project: Project, state: State) -> None:
     """Replay the patches that are left, or stop and say what to do."""
     stage = place(project)
     git = Git(stage / "vllm")
@@ -208,7 +195,9 @@ def replay(project: Project, state: State, tell: Tell) -> None:
             expected="upstream.toml and patches as they were",
             next_step=f"put them back (git restore), or begin again: {COMMAND} --abort",
         )
-    _resolve(stage, state, git)
+    if state.stop:
+        _resolve(state, git)
+        state.save(stage)
     commits = old_commits(git)
     while state.done < len(commits):
         forget_pick(git, state.head)
@@ -221,34 +210,15 @@ def replay(project: Project, state: State, tell: Tell) -> None:
         state.done, state.head, state.stop = reached, git.text("rev-parse", "HEAD"), stop
         if stop == CONTAINED and state.drop_contained:
             tell(f"[{reached + 1:2}/{len(commits)}] {state.patches[reached]}: dropped")
-            leave_out(state)
-        save(stage, state)
+            state.leave_out()
+        state.save(stage)
         if state.stop:
             raise _stopped(state, git, state.stop)
 
 
-def catch_up(state: State, git: Git) -> None:
-    """Take notice of commits that a person made with plain git since the rebase stopped."""
-    made = len(git.commits(f"{state.head}..HEAD"))
-    if made:
-        state.done += made
-        state.head = git.text("rev-parse", "HEAD")
-        state.stop = CONFLICT if git.commit_id("CHERRY_PICK_HEAD") else None
-
-
-def leave_out(state: State) -> None:
-    """Leave the patch that the rebase stopped at out of the series."""
-    why = f"vLLM {state.onto} contains it" if state.stop == CONTAINED else "skipped"
-    state.left_out[state.patches[state.done]] = why
-    state.done += 1
-    state.stop = None
-
-
-def _resolve(stage: Path, state: State, git: Git) -> None:
+def _resolve(state: State, git: Git) -> None:
     """Commit a person's resolution of the conflict that the rebase stopped at."""
-    if state.stop is None:
-        return
-    catch_up(state, git)
+    state.catch_up(git)
     picking = git.commit_id("CHERRY_PICK_HEAD")
     if picking is None and git.differs("HEAD"):
         raise ToolError(
@@ -268,23 +238,17 @@ def _resolve(stage: Path, state: State, git: Git) -> None:
         state.head = git.text("rev-parse", "HEAD")
         state.done += 1
     state.stop = None
-    save(stage, state)
 
 
 def _refuse_unresolved(git: Git) -> None:
-    names = git.text("diff", "--name-only", "HEAD").splitlines()
-    files = [(name, git.path / name) for name in names if (git.path / name).is_file()]
-    markers = (b"<<<<<<< ", b">>>>>>> ")
-    if marked := [
-        name
-        for name, path in files
-        if any(line.startswith(markers) for line in path.read_bytes().split(b"\n"))
-    ]:
+    marked = git.text("grep", "--name-only", "-E", "^(<<<<<<<|>>>>>>>) ", accept=(0, 1)).split("\n")
+    changed = git.text("diff", "--name-only", "HEAD").split("\n")
+    if found := [name for name in marked if name and name in changed]:
         raise ToolError(
             "conflict markers are left",
             where=git.path,
             expected="no line that begins with <<<<<<< or >>>>>>>",
-            found=", ".join(marked),
+            found=", ".join(found),
             next_step=f"edit these files, then: {COMMAND} --continue",
         )
     if untracked := [row[3:] for row in git.dirt() if row.startswith("??")]:
@@ -297,37 +261,28 @@ def _refuse_unresolved(git: Git) -> None:
 
 
 def _stopped(state: State, git: Git, why: str) -> ToolError:
-    where = f"{state.patches[state.done]}, {state.done + 1} of {len(state.patches)}"
-    undo = f"to leave everything as it was: {COMMAND} --abort"
+    found = None
     if why == CONTAINED:
-        return ToolError(
-            f"vLLM {state.onto} contains a patch already",
-            where=where,
-            next_step=f"drop it from the series: {COMMAND} --drop",
-            details=[undo],
-        )
-    if why == EMPTY:
-        return ToolError(
-            "nothing is left of a patch after its conflict was resolved",
-            where=where,
-            next_step=f"leave it out of the series: {COMMAND} --skip",
-            details=[f"or change something in {git.path}, then: {COMMAND} --continue", undo],
-        )
-    found = clashes(git)
-    return ToolError(
-        f"a patch conflicts with vLLM {state.onto}",
-        where=where,
-        found=f"files that cannot be merged: {len(found)}, in {git.path}",
-        next_step=f"edit them there (git add what is new), then: {COMMAND} --continue",
-        details=[*map(str, found), f"to leave the patch out: {COMMAND} --skip", undo],
-    )
+        what = f"vLLM {state.onto} contains a patch already"
+        step, more = f"drop it from the series: {COMMAND} --drop", []
+    elif why == EMPTY:
+        what = "nothing is left of a patch after its conflict was resolved"
+        step = f"leave it out of the series: {COMMAND} --skip"
+        more = [f"or change something in {git.path}, then: {COMMAND} --continue"]
+    else:
+        files = clashes(git)
+        what = f"a patch conflicts with vLLM {state.onto}"
+        found = f"files that cannot be merged: {len(files)}, in {git.path}"
+        step = f"edit them there (git add what is new), then: {COMMAND} --continue"
+        more = [*map(str, files), f"to leave the patch out: {COMMAND} --skip"]
+    where = f"{state.patches[state.done]}, {state.done + 1} of {len(state.patches)}"
+    return ToolError(what, where=where, found=found, next_step=step, details=[*more, _UNDO])
 
 
 # --- dry run ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """What happens to a patch when those before it are resolved in their own favour."""
 
     name: str
@@ -367,9 +322,9 @@ def render_trials(trials: Sequence[Trial], target: Target, before: str) -> str:
     ]
     if clean != len(trials):
         lines += ["| Patch | Verdict | Where |", "| --- | --- | --- |"]
-        for trial in trials:
-            if trial.verdict != "clean":
-                where = "<br>".join(f"`{c.path}`{str(c)[len(c.path) :]}" for c in trial.clashes)
-                lines.append(f"| `{trial.name}` | {trial.verdict} | {where} |")
+        for name, verdict, found in trials:
+            if verdict != "clean":
+                where = "<br>".join(f"`{c.path}`{str(c)[len(c.path) :]}" for c in found)
+                lines.append(f"| `{name}` | {verdict} | {where} |")
         lines.append("")
     return "\n".join(lines)

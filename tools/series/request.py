@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of a pull request to vLLM, as a draft that a person completes and sends."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +11,7 @@ from tools.upstream.testrun import is_test_file
 
 _TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
 _TRAILER = re.compile(r"[A-Z][A-Za-z-]+-by: ")
+_lines, _paragraphs = "\n".join, "\n\n".join
 
 
 def split_body(patch: Patch) -> tuple[list[str], list[str]]:
@@ -22,10 +21,8 @@ def split_body(patch: Patch) -> tuple[list[str], list[str]]:
         for line in patch.body.strip().splitlines()
         if not OWN_HEADER.match(line) and PROJECT_EMAIL not in line
     ]
-    return (
-        [line for line in lines if not _TRAILER.match(line)],
-        [line for line in lines if _TRAILER.match(line)],
-    )
+    trailers = [line for line in lines if _TRAILER.match(line)]
+    return [line for line in lines if line not in trailers], trailers
 
 
 def render_request(
@@ -53,7 +50,7 @@ def render_request(
         purpose += [
             f"**Stacked.** This branch stands on {count_commits(below)} of other pull requests, to "
             f"be reviewed first; this one is about the last {last}. Below it:",
-            "\n".join(f"- {subject}" for subject in subjects),
+            _lines(f"- {subject}" for subject in subjects),
         ]
     commands = [f".venv/bin/python -m pytest {file} -v" for file in files if is_test_file(file)]
     commands.append(f"pre-commit run --files {' '.join(files)}")
@@ -92,33 +89,28 @@ vllm-project/vllm --state open --search "{keywords}"` found)
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
-_lines = "\n".join
-_paragraphs = "\n\n".join
-
-
 def count_commits(number: int) -> str:
     return "1 commit" if number == 1 else f"{number} commits"
 
 
 def _parts(patch: Patch) -> tuple[str, str]:
     """Why the patch exists, and how it was tested, out of its message."""
-    paragraphs = re.split(r"\n\s*\n", "\n".join(split_body(patch)[0]))
-    texts = [text.strip() for text in paragraphs if text.strip()]
+    texts = re.split(r"\n\s*\n", _lines(split_body(patch)[0]).strip())
     how = [text for text in texts if re.match(r"Tests?(ed)?:", text)]
-    return "\n\n".join(text for text in texts if text not in how), "\n\n".join(how)
+    return _paragraphs(text for text in texts if text not in how), _paragraphs(how)
 
 
 def _results(findings: Mapping[str, Finding], label: str) -> list[str]:
     if not findings:
         return [f"... (not run on this branch yet: run the plan on {label}, put the output here)"]
     lines = [f"On {label}, on a CPU:", "", "| Check | Result |", "| --- | --- |"]
+    more = []
     for check, found in findings.items():
         said = found.said if found.good else f"**failed**: {found.said}"
         lines.append(f"| {check} | {said} |")
-    for check, found in findings.items():
         if not found.good:
-            lines += ["", f"{check}:", "", "```text", found.details, "```"]
-    return lines
+            more += ["", f"{check}:", "", "```text", found.details, "```"]
+    return lines + more
 
 
 def _checklist(git: Git, base: str) -> str:

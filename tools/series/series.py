@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``patches/<line>/series`` and the files it lists: reading, checking, writing as one act."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
@@ -55,15 +53,12 @@ class Series:
     def __len__(self) -> int:
         return len(self.patches)
 
-    def before(self, name: str) -> Series:
+    def before(self, name: str) -> "Series":
         """The patches that come before the named one."""
         names = [patch.name for patch in self]
         if name not in names:
-            raise ToolError(
-                "the series has no such patch",
-                found=name,
-                expected="one of: " + ", ".join(names),
-            )
+            expected = "one of: " + ", ".join(names)
+            raise ToolError("the series has no such patch", found=name, expected=expected)
         return Series(self.patches[: names.index(name)])
 
 
@@ -75,23 +70,23 @@ def fingerprint(series: Series, pin: Pin) -> str:
     return total.hexdigest()
 
 
-def _listing_problems(series_file: Path, names: Sequence[str]) -> list[LintProblem]:
+def _listing_problems(series_file: Path, names: Sequence[str]) -> Iterator[LintProblem]:
     """What is wrong with the list itself, so that it cannot be read as patches."""
-    found: list[tuple[str, str, object, str]] = []
     for name in dict.fromkeys(names):
+        found: tuple[str, object, str] | None = None
         path = series_file.parent / name
         if names.count(name) > 1:
             what = "a patch is listed twice"
-            found.append((what, name, "each name once", "delete all but one line"))
+            step = "delete all but one line"
+            yield LintProblem(what, series_file, name, "each name once", step)
         if Path(name).name != name or not name.endswith(".patch"):
             what = "a name in the series is not that of a patch beside it"
-            found.append((what, name, "<what-it-adds>.patch", "correct the line"))
+            found = (what, "<what-it-adds>.patch", "correct the line")
         elif not path.is_file():
-            what = "a listed patch does not exist"
-            found.append((what, name, path, "restore the file or delete the line"))
-    return [
-        LintProblem(what, series_file, name, expected, step) for what, name, expected, step in found
-    ]
+            found = ("a listed patch does not exist", path, "restore the file or delete the line")
+        if found:
+            what, expected, step = found
+            yield LintProblem(what, series_file, name, expected, step)
 
 
 def read_series(series_file: Path) -> Series:
@@ -99,13 +94,13 @@ def read_series(series_file: Path) -> Series:
     try:
         names = parse_series(series_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        step = "restore it (git checkout patches), or make it: series export"
         raise ToolError(
             "there is no series file",
             where=series_file,
-            next_step=left_aside(series_file.parent)
-            or "restore it (git checkout patches), or make it: series export",
+            next_step=left_aside(series_file.parent) or step,
         ) from None
-    if problems := _listing_problems(series_file, names):
+    if problems := list(_listing_problems(series_file, names)):
         raise Problems(f"the list of patches in {series_file} is wrong", problems)
     return Series(tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names))
 
@@ -119,15 +114,13 @@ def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> N
     directory = series_file.parent
     old_text = series_file.read_text(encoding="utf-8") if series_file.exists() else ""
     with staging(directory) as stage:
-        aside = stage.with_name(
-            stage.name.replace(f".{directory.name}-", f".{directory.name}-old-")
-        )
+        name = stage.name.replace(f".{directory.name}-", f".{directory.name}-old-")
+        aside = stage.with_name(name)
         if directory.exists():
             shutil.copytree(directory, stage, symlinks=True, dirs_exist_ok=True)
         for name in removed:
             (stage / name).unlink(missing_ok=True)
-        names = [patch.name for patch in series]
-        text = render_series(names, old_text).encode()
+        text = render_series([patch.name for patch in series], old_text).encode()
         files = {patch.name: patch.data for patch in series} | {series_file.name: text}
         for path, data in ((stage / name, data) for name, data in files.items()):
             if not path.exists() or path.read_bytes() != data:

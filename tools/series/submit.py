@@ -6,8 +6,6 @@ those that its ``Needs:`` header names and, where it does not fit, those that to
 Author and sign-off are the person's.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil
@@ -16,46 +14,40 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from tools.common.cli import Tell, add_flag, add_many, tell
+from tools.common.cli import add_flag, add_many, add_path, tell
 from tools.common.errors import Problems, ToolError
 from tools.common.files import replacing_all, staging
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series
-from tools.series.base import BASE_REF, identity
 from tools.series.check import check_needs
 from tools.series.check_patches import IMPORTS, LINTERS, TESTS, Checker, Finding, make_place
-from tools.series.clone import open_clone, resolve
+from tools.series.clone import Person, find_person, open_clone, resolve
 from tools.series.patch import Patch
-from tools.series.person import Person, find_person
 from tools.series.request import count_commits, render_request, split_body
 from tools.series.series import Series, read_series
-from tools.series.tree import APPLIED_REF
+from tools.series.tree import APPLIED_REF, BASE_REF, identity
 from tools.wheel.verify import find_site
 
 EXAMPLE = "count-rows --clone ../vllm --onto origin/main"
-
 _RULES = ("AGENTS.md", "CONTRIBUTING.md", "docs/contributing/README.md")
 _SENDABLE = ("Pending", "Submitted")
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "patches", nargs="*", metavar="PATCH", help="which (default: all that are Pending)"
-    )
-    parser.add_argument("--clone", type=Path, help="your clone of vLLM: it gets the branches")
+    which = "which (default: all that are Pending)"
+    parser.add_argument("patches", nargs="*", metavar="PATCH", help=which)
+    add_path(parser, "--clone", "your clone of vLLM: it gets the branches")
     parser.add_argument("--onto", metavar="REF", help="where they start, in the clone")
     parser.add_argument("--topic", metavar="BRANCH", help="one branch of all the patches")
     add_many(parser, "--after", "PATCH", "stand on this earlier patch too")
     add_many(parser, "--trailer", "'KEY: VALUE'", "add to each message, as Assisted-by: ...")
     add_flag(parser, "--replace", "replace branches of these names")
     add_flag(parser, "--test", "check each branch here (on the pin), for the results")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="where the texts of the pull requests go (default: build/<line>/submit)",
-    )
+    out = "where the texts of the pull requests go (default: build/<line>/submit)"
+    add_path(parser, "--out", out)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -63,19 +55,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     the text of each pull request. A patch that needs earlier ones stands on them. Stops before
     anything is pushed: you read, own and send it. Without --clone the branches stand on the pinned
     release, in its build tree."""
-    base, branches = submit(
-        project,
-        arguments.patches,
-        onto=arguments.onto,
-        clone=arguments.clone,
-        topic=arguments.topic,
-        out=arguments.out or project.build / "submit",
-        after=arguments.after,
-        trailers=arguments.trailer,
-        replace=arguments.replace,
-        site=find_site(Path(sys.executable)) if arguments.test else None,
-        tell=tell,
-    )
+    base, branches = submit(project, arguments)
     for branch in branches:
         state = "" if branch.fresh else " (as it was)"
         print(f"branch {branch.name}{state}: {', '.join(branch.patches)}")
@@ -96,8 +76,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         print("in a clone: --clone <path> --onto <ref>")
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(NamedTuple):
     """Where the branches start: a commit, and the repository that gets them."""
 
     git: Git
@@ -105,14 +84,12 @@ class Base:
     label: str
 
 
-@dataclass(frozen=True)
-class Branch:
+class Branch(NamedTuple):
     """One branch that was made."""
 
     name: str
     patches: tuple[str, ...]  # whose pull request it is
     below: tuple[str, ...]  # patches that it stands on
-    commit: str
     text: Path
     fresh: bool
 
@@ -121,21 +98,15 @@ def find_base(project: Project, onto: str | None, clone: Path | None) -> Base:
     """The pinned release in the build tree, or a ref of a clone."""
     if clone is None:
         if onto is not None:
-            raise ToolError(
-                "a base other than the pinned release is a ref of a clone",
-                where="--onto",
-                found=onto,
-                next_step="name the clone: --clone <path>",
-            )
+            what = "a base other than the pinned release is a ref of a clone"
+            step = "name the clone: --clone <path>"
+            raise ToolError(what, where="--onto", found=onto, next_step=step)
         git = Git(project.tree)
         return Base(git, git.text("rev-parse", BASE_REF), f"vLLM {project.pin.version}")
     git = open_clone(clone)
     if onto is None:
-        raise ToolError(
-            "a clone has many commits: on which are the branches to stand?",
-            where=clone,
-            next_step="name one: --onto origin/main",
-        )
+        what = "a clone has many commits: on which are the branches to stand?"
+        raise ToolError(what, where=clone, next_step="name one: --onto origin/main")
     return Base(git, resolve(git, onto), onto)
 
 
@@ -144,18 +115,14 @@ def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
     known = {patch.name: patch for patch in series}
     wanted = [name if name.endswith(".patch") else f"{name}.patch" for name in names]
     if unknown := [name for name in wanted if name not in known]:
-        raise ToolError(
-            "the series has no such patch",
-            expected="one of: " + ", ".join(known),
-            found=", ".join(unknown),
-        )
+        expected, found = "one of: " + ", ".join(known), ", ".join(unknown)
+        raise ToolError("the series has no such patch", expected=expected, found=found)
     if not wanted:
         wanted = [patch.name for patch in series if patch.status.startswith("Pending")]
     chosen = [patch for patch in series if patch.name in wanted]
     if not chosen:
-        raise ToolError(
-            "no patch of the series is Pending", next_step="name one: series submit <patch>"
-        )
+        step = "name one: series submit <patch>"
+        raise ToolError("no patch of the series is Pending", next_step=step)
     if kept := [p for p in chosen if not p.status.startswith(_SENDABLE)]:
         raise ToolError(
             "a patch is not for upstream",
@@ -177,20 +144,13 @@ def message_for(patch: Patch, person: Person, trailers: Sequence[str]) -> str:
 
 def _refuse_words(topic: str | None, trailers: Sequence[str], out: Path) -> None:
     if topic is not None and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*", topic):
-        raise ToolError(
-            "this is no name for a branch",
-            where="--topic",
-            expected="lower-case letters, digits, . _ / -",
-            found=topic,
-        )
+        what, expected = "this is no name for a branch", "lower-case letters, digits, . _ / -"
+        raise ToolError(what, where="--topic", expected=expected, found=topic)
     for trailer in trailers:
         if not re.fullmatch(r"[A-Z][A-Za-z]*(-[A-Za-z]+)+: \S.*", trailer):
-            raise ToolError(
-                "this is not a trailer of a commit message",
-                where="--trailer",
-                expected="Key-words: value, such as Assisted-by: a tool",
-                found=trailer,
-            )
+            what = "this is not a trailer of a commit message"
+            expected = "Key-words: value, such as Assisted-by: a tool"
+            raise ToolError(what, where="--trailer", expected=expected, found=trailer)
     if out.exists() and not out.is_dir():
         raise ToolError("the texts need a directory", where="--out", found=f"the file {out}")
 
@@ -268,54 +228,34 @@ class Maker:
         git.run("reset", "--quiet", "--hard", self.base.commit)
         for name in names:
             commit = self.commits[name]
-            done = git.run("cherry-pick", "--no-commit", commit, accept=(0, 1))
-            if done.returncode:
+            if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
                 files = set(git.text("diff", "--name-only", "--diff-filter=U").splitlines())
                 git.run("reset", "--quiet", "--hard")
                 return name, files
             if not git.differs("--cached", "HEAD"):
-                raise ToolError(
-                    f"{self.base.label} contains a patch already; no branch was made",
-                    where=name,
-                    next_step="leave it out; series rebase --onto drops it from the series",
-                )
-            date = git.text("log", "-1", "--format=%aI", commit)
-            git.run(
-                *("commit", "--quiet", "--cleanup=verbatim", "-F", "-"),
-                stdin=message_for(self.patches[name], self.person, self.trailers).encode(),
-                env=identity(date, self.person.name, self.person.email),
-            )
+                what = f"{self.base.label} contains a patch already; no branch was made"
+                step = "leave it out; series rebase --onto drops it from the series"
+                raise ToolError(what, where=name, next_step=step)
+            message = message_for(self.patches[name], self.person, self.trailers)
+            who = identity(git.log(commit, "%aI"), *self.person)
+            words = ("commit", "--quiet", "--cleanup=verbatim", "-F", "-")
+            git.run(*words, stdin=message.encode(), env=who)
         return None
 
 
-def submit(
-    project: Project,
-    names: Sequence[str],
-    *,
-    onto: str | None,
-    clone: Path | None,
-    topic: str | None,
-    out: Path,
-    after: Sequence[str],
-    trailers: Sequence[str],
-    replace: bool,
-    site: Path | None,
-    tell: Tell,
-) -> tuple[Base, list[Branch]]:
-    """Make the branches and write the texts, all of them or none.
-
-    ``site`` is where the wheel of the series is installed, if the patches are to be checked.
-    """
+def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Branch]]:
+    """Make the branches and write the texts, all of them or none."""
+    out = asked.out or project.build / "submit"
     series = read_series(project.series_file)
-    chosen = choose_patches(series, names)
-    extra = [patch.name for patch in choose_patches(series, after)] if after else []
-    _refuse_words(topic, trailers, out)
+    chosen = choose_patches(series, asked.patches)
+    extra = [patch.name for patch in choose_patches(series, asked.after)] if asked.after else []
+    _refuse_words(asked.topic, asked.trailer, out)
     if problems := check_needs(series):
         raise Problems("the series breaks its rules", problems)
-    apply_series(project, series, project.tree)
-    base = find_base(project, onto, clone)
-    person = find_person(clone if clone else project.root)
-    if site and base.git.tree_id(base.commit) != project.pin.tree:
+    apply_series(project, series)
+    base = find_base(project, asked.onto, asked.clone)
+    person = find_person(asked.clone or project.root)
+    if asked.test and base.git.tree_id(base.commit) != project.pin.tree:
         raise ToolError(
             "tests run only on the pinned release: the installed kernels are of it",
             where="--test",
@@ -323,23 +263,24 @@ def submit(
             found=base.label,
             next_step="leave --test out, and run the test plan in the clone",
         )
-    listing = [patch.name for patch in series]
     known = {patch.name: patch for patch in series}
+    order = list(known)
     commits = Git(project.tree).commits(f"{BASE_REF}..{APPLIED_REF}")
-    groups = {topic: chosen} if topic else {p.name.removesuffix(".patch"): [p] for p in chosen}
+    groups = {p.name.removesuffix(".patch"): [p] for p in chosen}
+    if asked.topic:
+        groups = {asked.topic: chosen}
     with _workshop(project, base) as git:
-        by_name = dict(zip(listing, commits, strict=True))
-        maker = Maker(git, base, known, by_name, person, trailers)
+        by_name = dict(zip(order, commits, strict=True))
+        maker = Maker(git, base, known, by_name, person, asked.trailer)
         drafts, texts = [], {}
         for name, patches in groups.items():
             mine = [patch.name for patch in patches]
-            last = max(map(listing.index, mine))
-            earlier = [n for n in extra if listing.index(n) < last]
-            inside, head = maker.stack([*mine, *earlier])
+            last = max(map(order.index, mine))
+            inside, head = maker.stack([*mine, *(n for n in extra if order.index(n) < last)])
             below = tuple(n for n in inside if n not in mine)
             tell(f"{name}: {count_commits(len(inside))} on {base.label}")
             old = base.git.commit_id(f"refs/heads/{name}")
-            if old not in (None, head) and not replace:
+            if old not in (None, head) and not asked.replace:
                 raise ToolError(
                     "a branch of this name exists; no branch was made",
                     where=f"{base.git.path}, {name}",
@@ -347,32 +288,29 @@ def submit(
                     next_step="look at it, then: --replace; or another name: --topic",
                 )
             git.run("update-ref", f"refs/heads/{name}", head)
-            findings = _check(project, git, head, len(mine), site, tell) if site else {}
+            findings = _check(project, git, head, len(mine)) if asked.test else {}
             path = out / f"{name.replace('/', '-')}.md"
             texts[path] = render_request(
                 git, base.commit, base.label, patches, len(below), head, findings
             )
-            drafts.append(Branch(name, tuple(mine), below, head, path, old != head))
+            drafts.append(Branch(name, tuple(mine), below, path, old != head))
         with replacing_all(texts):
-            _publish(git, base, [b.name for b in drafts if b.fresh], replace)
+            _publish(git, base, [b.name for b in drafts if b.fresh], asked.replace)
     return base, drafts
 
 
 def _publish(git: Git, base: Base, branches: Sequence[str], replace: bool) -> None:
     """Hand all branches to their repository in one act; nothing leaves this machine."""
     sign = "+" if replace else ""
-    refs = [f"{sign}refs/heads/{name}:refs/heads/{name}" for name in branches]
-    if refs:
+    if refs := [f"{sign}refs/heads/{name}:refs/heads/{name}" for name in branches]:
         options = ("--quiet", "--atomic", "--no-tags", "--no-write-fetch-head")
         base.git.run("fetch", *options, git.path.resolve().as_uri(), *refs)
 
 
-def _check(
-    project: Project, git: Git, head: str, number: int, site: Path, tell: Tell
-) -> dict[str, Finding]:
+def _check(project: Project, git: Git, head: str, number: int) -> dict[str, Finding]:
     """Check the last commits of a branch together, with the kernels that are installed."""
     place = make_place(git, git.text("rev-parse", f"{head}~{number}"), head)
-    checker = Checker(git, site, project.build / "submit-checks")
+    checker = Checker(git, find_site(Path(sys.executable)), project.build / "submit-checks")
     findings = {}
     for check in (IMPORTS, LINTERS, TESTS):
         findings[check] = found = checker.check(place, check)

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A release or a commit that the series could stand on, and the pin that it would give."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io
 import re
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -90,10 +88,8 @@ def _version(onto: str) -> Version:
 
 def _describe(git: Git, commit: str) -> tuple[str, int]:
     """The newest release tag that the commit holds, and the number of commits since."""
-    done = git.run(
-        "describe", "--tags", "--long", "--match", "v[0-9]*", commit, accept=(0, 128)
-    ).stdout.decode()
-    match = re.fullmatch(r"(v[^-]+)-(\d+)-g[0-9a-f]+\s*", done)
+    words = ("describe", "--tags", "--long", "--match", "v[0-9]*", commit)
+    match = re.fullmatch(r"(v[^-]+)-(\d+)-g[0-9a-f]+", git.text(*words, accept=(0, 128)))
     if not match:
         raise ToolError(
             "no release tag is among the ancestors of the commit",
@@ -120,15 +116,13 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
             where=f"distribution {pin.source.distribution}",
             expected=f"a release; the newest are {newest}",
             found=str(version),
-            next_step="check the version, or rebase onto a ref of a clone: --onto <ref> "
-            "--clone <path>",
+            next_step="check the version, or name a ref of a clone: --onto <ref> --clone <path>",
         )
-    notes = (
-        [f"{source.filename} is withdrawn on the package index"] if source.link.is_yanked else []
-    )
+    withdrawn = f"{source.filename} is withdrawn on the package index"
+    notes = [withdrawn] if source.link.is_yanked else []
     wheels: dict[str, PinnedFile | None] = {}
     offered = {pin.source.distribution: files}
-    for variant, table in wheel_tables(project):
+    for variant, table in wheel_tables(project).items():
         name = str(table["distribution"])
         if name not in offered:
             offered[name] = index.files(name)
@@ -137,8 +131,7 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
         if like is None and variant in pin.wheels and pin.wheels[variant].tests_only:
             wheels[variant] = pin.wheels[variant].file  # lends its kernels to any release
     pinned = index.pin(source)
-    archive = fetch(pinned, project)
-    stated = _stated_commit(archive)
+    stated = _stated_commit(fetch(pinned, project))
     if commit and stated and not commit.startswith(stated):
         raise ToolError(
             "the source archive was made from another commit",
@@ -152,10 +145,8 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
             f"the archive names its commit only as {stated or 'nothing'}: the pin says "
             f"commit = {UNKNOWN!r}; name it with --commit or --clone"
         )
-    names = pin.archive_only or ARCHIVE_ONLY
-    return Target(
-        str(version), f"v{version}", commit or UNKNOWN, pinned, names, wheels, tuple(notes)
-    )
+    only, tag = pin.archive_only or ARCHIVE_ONLY, f"v{version}"
+    return Target(str(version), tag, commit or UNKNOWN, pinned, only, wheels, tuple(notes))
 
 
 def _stated_commit(archive: Path) -> str | None:
@@ -173,24 +164,23 @@ def _stated_commit(archive: Path) -> str | None:
 def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) -> Target:
     """A target without a release: its source is an archive made here, the same on every machine."""
     last = Version(tag)
-    version = str(last)
+    version, label, short = str(last), tag, commit[:12]
     if distance:
         after = last.release if last.is_prerelease else (*last.release[:-1], last.release[-1] + 1)
         version = ".".join(map(str, after)) + f".dev{distance}"
-    name = f"vllm-{version}-{commit[:12]}.tar.gz"
+        label = f"{tag}-{distance}-g{short}"
+    name = f"vllm-{version}-{short}.tar.gz"
     data = _pack(git, commit, f"vllm-{version}")
     project.downloads.mkdir(parents=True, exist_ok=True)
     write(project.downloads / name, data)
-    source = PinnedFile(
-        project.pin.source.distribution, version, name, len(data), hashlib.sha256(data).hexdigest()
+    digest = hashlib.sha256(data).hexdigest()
+    source = PinnedFile(project.pin.source.distribution, version, name, len(data), digest)
+    note = (
+        f"{short} is no release: {name} was packed from the clone, no index has it. On another "
+        "machine, copy it to build/downloads/."
     )
-    notes = (
-        f"{commit[:12]} is no release: {name} was packed from the clone, no index has it. On "
-        "another machine, copy it to build/downloads/.",
-    )
-    wheels = {variant: None for variant, _ in wheel_tables(project)}
-    label = f"{tag}-{distance}-g{commit[:12]}" if distance else tag
-    return Target(version, label, commit, source, (), wheels, notes)
+    wheels: dict[str, PinnedFile | None] = dict.fromkeys(wheel_tables(project))
+    return Target(version, label, commit, source, (), wheels, (note,))
 
 
 def _pack(git: Git, commit: str, top: str) -> bytes:
@@ -217,45 +207,29 @@ def _pack(git: Git, commit: str, top: str) -> bytes:
     return out.getvalue()
 
 
-# --- upstream.toml ------------------------------------------------------------------------------
-
-
-def _walk(tables: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    for key, table in tables.items():
-        if not isinstance(table, dict):
-            continue
-        path = f"{name}.{key}" if name else key
-        if "distribution" in table:
-            yield path, table
-        yield from _walk(table, path)
-
-
-def wheel_tables(project: Project) -> list[tuple[str, Any]]:
+def wheel_tables(project: Project) -> dict[str, Any]:
     """The base wheels that ``upstream.toml`` names, by variant, with or without a file."""
-    text = project.pin_file.read_text(encoding="utf-8")
-    return list(_walk(tomlkit.parse(text).get("wheel", {})))
+    return tomlkit.parse(project.pin_file.read_text(encoding="utf-8")).get("wheel", {})
 
 
 def render_pin(text: str, target: Target, tree: str) -> str:
     """``upstream.toml`` for another target; comments and all other keys stay."""
     document: Any = tomlkit.parse(text)
-    document["release"].update(
-        {"version": target.version, "tag": target.tag, "commit": target.commit, "tree": tree}
-    )
+    names = {"version": target.version, "tag": target.tag, "commit": target.commit, "tree": tree}
+    document["release"].update(names)
     document["source"].update(_facts(target.source))
     if list(document["source"]["archive_only"]) != list(target.archive_only):
         document["source"]["archive_only"] = list(target.archive_only)
-    for variant, table in _walk(document.get("wheel", {})):
-        file = target.wheels[variant]
-        if file is None:
-            for key in ("filename", "size", "sha256"):
-                table.pop(key, None)
-        else:
+    for variant, table in document.get("wheel", {}).items():
+        table.pop("version", None)
+        if file := target.wheels[variant]:
             tag = "-".join(file.filename.removesuffix(".whl").split("-")[-3:])
             table.update({**_facts(file), "tag": tag})
-            table.pop("version", None)
             if file.version != target.version:
                 table["version"] = file.version
+        else:
+            for key in ("filename", "size", "sha256"):
+                table.pop(key, None)
     return tomlkit.dumps(document)
 
 

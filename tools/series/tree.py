@@ -1,39 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build tree: a repository with the base commit and one commit for each patch.
+"""The build tree: a repository with the release as base commit and one commit for each patch.
 
 It remembers, in refs and in a record beside them, which commits the patches can give back.
 """
 
-from __future__ import annotations
-
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import shutil
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from tools.common.errors import ToolError
-from tools.common.files import write
+from tools.common.files import staging
 from tools.common.git import Git
-from tools.common.pin import Pin
-from tools.series.base import BASE_REF, BRANCH, base_message
+from tools.common.pin import Pin, Project
+from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
+from tools.source.download import fetch
+from tools.source.fetch import submodule
 
-APPLIED_REF = "refs/re/applied"
-EXPORTED_REF = "refs/re/exported"
+BRANCH = "routed-experts"
+BASE_REF, APPLIED_REF, EXPORTED_REF = "refs/re/base", "refs/re/applied", "refs/re/exported"
+UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """Which series gives which tree: proved by an apply, or by an export applied again."""
 
     fingerprint: str
     tree: str
 
 
-def open_tree(path: Path, pin: Pin) -> Git:
-    """The repository at ``path``; one of another pin, or not ours, is refused."""
-    if not path.exists():
+def base_message(pin: Pin) -> str:
+    """The base commit's message: the record of the pin that a build directory carries."""
+    return (
+        f"vLLM {pin.version}\n\nRelease: {pin.git_tag}\nCommit: {pin.commit}\n"
+        f"Source-sha256: {pin.source.sha256}\n"
+    )
+
+
+def identity(
+    date: str | None = None, name: str = PROJECT_NAME, email: str = PROJECT_EMAIL
+) -> dict[str, str]:
+    """Author and committer of a commit, for git's environment; by default the project."""
+    facts = {"NAME": name, "EMAIL": email, **({"DATE": date} if date else {})}
+    return {f"GIT_{who}_{key}": v for who in ("AUTHOR", "COMMITTER") for key, v in facts.items()}
+
+
+def unpack_source(archive: Path, archive_only: Sequence[str], into: Path) -> tuple[Git, str]:
+    """A fresh repository in the empty directory ``into`` with the archive's files staged.
+
+    Returns it and the id of their tree; ``archive_only`` is left out.
+    """
+    with staging(into) as scratch:
+        top = unpack(archive, scratch)
+        for path in (top / name for name in archive_only):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for child in top.iterdir():
+            child.rename(into / child.name)
+    git = Git(into)
+    git.init(BRANCH)
+    # --force: the release tracks files that its own .gitignore names.
+    git.run("add", "--force", "--all", ".")
+    return git, git.text("write-tree")
+
+
+def make_base(project: Project, into: Path) -> Git:
+    """A fresh repository in the empty directory ``into`` whose one commit is the release."""
+    pin = project.pin
+    if path := submodule(project):
+        git = Git(into)
+        git.init(BRANCH)
+        git.run("fetch", "--quiet", "--depth=1", "--no-tags", path.resolve().as_uri(), "HEAD")
+        tree = git.tree_id("FETCH_HEAD")
+    else:
+        git, tree = unpack_source(fetch(pin.source, project), pin.archive_only, into)
+    if tree != pin.tree:
         raise ToolError(
-            "there is no build tree", where=path, next_step="python -m tools series apply"
+            "the source does not give the pinned tree",
+            where=path or pin.source.filename,
+            expected=f"tree {pin.tree}",
+            found=f"tree {tree}",
+            next_step="check [release] in upstream.toml",
         )
+    commit_base(git, pin)
+    return git
+
+
+def commit_base(git: Git, pin: Pin) -> None:
+    """Commit the pinned tree, which the repository has, as the base, and stand on it."""
+    # One date for all, so that the base commit has one id everywhere.
+    who, message = identity("2000-01-01T00:00:00+0000"), base_message(pin).encode()
+    commit = git.run("commit-tree", pin.tree, "-F", "-", stdin=message, env=who)
+    base = commit.stdout.decode().strip()
+    git.run("update-ref", BASE_REF, base)
+    git.run("reset", "--hard", "--quiet", base)
+    # So that commits made here by hand carry the identity that the series' rules ask for.
+    git.run("config", "user.name", PROJECT_NAME)
+    git.run("config", "user.email", PROJECT_EMAIL)
+
+
+def open_tree(project: Project) -> Git:
+    """The project's build tree; one of another pin, or not ours, is refused."""
+    path, pin = project.tree, project.pin
+    apply = "python -m tools series apply"
+    if not path.exists():
+        raise ToolError("there is no build tree", where=path, next_step=apply)
     git = Git(path)
     base = git.commit_id(BASE_REF) if (path / ".git").exists() else None
     if base is None:
@@ -41,9 +115,9 @@ def open_tree(path: Path, pin: Pin) -> Git:
             "this directory was not made by series apply",
             where=path,
             expected=f"a repository with {BASE_REF}",
-            next_step="move it away, then: python -m tools series apply",
+            next_step=f"move it away, then: {apply}",
         )
-    found = git.message(base).strip()
+    found = git.message(base)
     if found != base_message(pin).strip() or git.tree_id(base) != pin.tree:
         raise ToolError(
             "the build tree belongs to another pin",
@@ -55,22 +129,28 @@ def open_tree(path: Path, pin: Pin) -> Git:
     return git
 
 
+def open_settled(project: Project) -> Git:
+    """The build tree, with no operation under way and nothing uncommitted."""
+    git = open_tree(project)
+    refuse_unfinished(git)
+    git.refuse_dirt("the build tree has changes that are not committed")
+    return git
+
+
 def read_record(git: Git) -> Record | None:
-    path = git.path / ".git" / "re-record.json"
-    return Record(**json.loads(path.read_text())) if path.exists() else None
+    """The record, which the build tree's own configuration holds."""
+    words = git.text("config", "--local", "--get", "re.record", accept=(0, 1)).split()
+    return Record(*words) if words else None
 
 
 def write_record(git: Git, record: Record | None) -> None:
-    path = git.path / ".git" / "re-record.json"
-    if record is None:
-        path.unlink(missing_ok=True)
-    else:
-        write(path, json.dumps(asdict(record), indent=2) + "\n")
+    words = ("re.record", " ".join(record)) if record else ("--unset-all", "re.record")
+    git.run("config", "--local", *words, accept=(0, 5))  # 5: there is none to remove
 
 
 def refuse_unfinished(git: Git) -> None:
     """Refuse while a rebase, am, merge or cherry-pick waits to be finished."""
-    for name in ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD"):
+    for name in UNFINISHED:
         if (git.path / ".git" / name).exists():
             raise ToolError(
                 "a git operation is under way in the build tree",
@@ -80,31 +160,18 @@ def refuse_unfinished(git: Git) -> None:
             )
 
 
-def refuse_dirt(git: Git) -> None:
-    """Refuse over a work tree with changes that no commit holds."""
-    git.refuse_dirt("the build tree has changes that are not committed")
-
-
 def unaccounted(git: Git) -> list[str]:
     """Commits on the branch or a detached HEAD that no patch can give back, oldest first."""
-    known = [
-        commit
-        for commit in map(git.commit_id, (BASE_REF, APPLIED_REF, EXPORTED_REF))
-        if commit is not None
-    ]
+    known = filter(None, map(git.commit_id, (BASE_REF, APPLIED_REF, EXPORTED_REF)))
     tips = [git.commit_id(f"refs/heads/{BRANCH}")]
     if git.current_branch() is None:
         tips.append(git.commit_id("HEAD"))
-    return git.commits(*(tip for tip in tips if tip), *(f"^{commit}" for commit in known))
+    return git.commits(*filter(None, tips), *(f"^{commit}" for commit in known))
 
 
 def refuse_unaccounted(git: Git) -> None:
     if lost := unaccounted(git):
-        known = [
-            f"{ref}  {git.oneline(ref)}"
-            for ref in (BASE_REF, APPLIED_REF, EXPORTED_REF)
-            if git.commit_id(ref)
-        ]
+        refs = [ref for ref in (BASE_REF, APPLIED_REF, EXPORTED_REF) if git.commit_id(ref)]
         raise ToolError(
             "the build tree has commits that the series does not account for",
             where=git.path,
@@ -113,6 +180,37 @@ def refuse_unaccounted(git: Git) -> None:
             next_step="keep them: python -m tools series export; or lose them: --discard",
             details=[
                 *("would be lost:", *(f"  {git.oneline(commit)}" for commit in lost)),
-                *("known commits:", *(f"  {line}" for line in known)),
+                *("known commits:", *(f"  {ref}  {git.oneline(ref)}" for ref in refs)),
             ],
         )
+
+
+def check_members(archive: Path, members: list[tarfile.TarInfo]) -> str:
+    """The one directory that all members lie in; a member that could leave it is refused."""
+    tops = set()
+    for member in members:
+        path = PurePosixPath(member.name)
+        inside = not path.is_absolute() and ".." not in path.parts and path.parts
+        if not inside or not (member.isfile() or member.isdir()):
+            raise ToolError(
+                "a member of the archive leaves the tree",
+                where=archive,
+                expected="regular files below one directory",
+                found=f"{member.name}: {'a link or a device' if inside else 'a path outside'}",
+                next_step="nothing was unpacked; check [source] in upstream.toml",
+            )
+        tops.add(path.parts[0])
+    if len(tops) != 1:
+        what, found = "the archive does not hold one directory", ", ".join(sorted(tops))
+        raise ToolError(what, where=archive, expected="1", found=found or "nothing")
+    return tops.pop()
+
+
+def unpack(archive: Path, into: Path) -> Path:
+    """Unpack into a directory that exists; return the archive's one top directory."""
+    with tarfile.open(archive) as tar:
+        members = tar.getmembers()
+        top = check_members(archive, members)
+        # The standard library's own guard stays on as well.
+        tar.extractall(into, members=members, filter="data")
+    return into / top

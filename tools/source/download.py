@@ -4,8 +4,6 @@
 The next command continues a download that was cut off where it stopped.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -51,26 +49,28 @@ def progress(pinned: PinnedFile) -> Iterator[Advance]:
 
 def check_file(path: Path, pinned: PinnedFile) -> None:
     """Refuse a file that is not the pinned one; the file is left as it is."""
-    size = path.stat().st_size
-    digest = digest_of(path) if size == pinned.size else ""
-    if digest != pinned.sha256:
+    what, expected, found = "size", f"{pinned.size} bytes", f"{path.stat().st_size} bytes"
+    if found == expected:
+        what, expected = "digest", f"sha256 {pinned.sha256}"
+        found = f"sha256 {digest_of(path)}"
+    if found != expected:
         raise ToolError(
-            f"a downloaded file has the wrong {'digest' if digest else 'size'}",
+            f"a downloaded file has the wrong {what}",
             where=path,
-            expected=f"sha256 {pinned.sha256}" if digest else f"{pinned.size} bytes",
-            found=f"sha256 {digest}" if digest else f"{size} bytes",
+            expected=expected,
+            found=found,
             next_step=f"delete it, then run the command again: rm {path}",
         )
 
 
 def need_space(directory: Path, size: int) -> None:
     """Refuse to begin writing a file for which there is no room."""
-    free = shutil.disk_usage(directory).free
-    if free < size + _SPARE:
+    free, need = shutil.disk_usage(directory).free, size + _SPARE
+    if free < need:
         raise ToolError(
             "not enough free disk space",
             where=directory,
-            expected=f"{size + _SPARE} bytes",
+            expected=f"{need} bytes",
             found=f"{free} bytes",
             next_step="free some space, then run the command again",
         )

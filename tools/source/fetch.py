@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pinned source: from the line's submodule when it is checked out, else from the archive."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the package index offers of a distribution: versions, files, digests and sizes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -75,11 +73,8 @@ class Index:
                 continue
             found.append(IndexFile(distribution, version, package.link))
         if not found:
-            raise ToolError(
-                "the package index has no such distribution, or did not answer",
-                where=where,
-                next_step=CHECK_NETWORK,
-            )
+            what = "the package index has no such distribution, or did not answer"
+            raise ToolError(what, where=where, next_step=CHECK_NETWORK)
         return found
 
     def pin(self, file: IndexFile) -> PinnedFile:

@@ -6,21 +6,16 @@ and, where a test starts an engine, tiny random weights. Nothing of it is downlo
 ``HF_HUB_OFFLINE=1`` a test finds the stand-in, or fails at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.common.files import staging
 
-END = "<|endoftext|>"
-_DATA = Path(__file__).with_name("hub.toml")
+_DATA = Path(__file__).with_name("hub.toml")  # which explains the tables
 # Every repository has one revision.
 REVISION = "0" * 40
 
@@ -28,21 +23,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """One repository: ``config.json`` and what else it has, as ``hub.toml`` explains."""
-
-    architecture: str
-    model_type: str
-    config: Mapping[str, Any]
-    weights: bool
-    special: Mapping[str, int]
-    bytes_from: int
-    files: Mapping[str, Any]
-
-
 # A head of 32 is the smallest that vLLM's CPU attention takes.
 _TINY = {
     **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32},
@@ -61,33 +41,15 @@ _QUANTIZED = {
 }
 
 
-def read_stand_ins() -> dict[str, StandIn]:
+def _read() -> dict[str, dict[str, Any]]:
+    """The tables of ``hub.toml``, by repository."""
     data = tomllib.loads(_DATA.read_text(encoding="utf-8"))
-    found = {}
-    for name, table in {**data["models"], **data["configurations"]}.items():
-        config = {
-            **(_TINY if table.get("weights") else {}),
-            **(_QUANTIZED if table.get("quantized") else {}),
-            **table.get("config", {}),
-            **dict.fromkeys(table.get("null", ())),
-        }
-        files = table.get("files", {})
-        if name in data["configurations"]:
-            files = {"generation_config.json": table.get("generation", {})}
-        architecture, model_type = table["type"]
-        found[name] = StandIn(
-            architecture,
-            model_type,
-            config,
-            weights=table.get("weights", False),
-            special=table.get("special", {END: 0}),
-            bytes_from=table.get("bytes_from", 1),
-            files=files,
-        )
-    return found
+    for table in data["configurations"].values():
+        table["files"] = {"generation_config.json": table.get("generation", {})}
+    return {**data["models"], **data["configurations"]}
 
 
-STAND_INS = read_stand_ins()
+STAND_INS = _read()
 
 
 def recipe() -> str:
@@ -101,57 +63,60 @@ def make_hub(home: Path) -> Path:
     if stamp.is_file() and stamp.read_text() == recipe():
         return home
     with staging(home) as made:
-        for name, stand_in in STAND_INS.items():
+        for name, table in STAND_INS.items():
             repository = made / "hub" / f"models--{name.replace('/', '--')}"
             snapshot = repository / "snapshots" / REVISION
             snapshot.mkdir(parents=True)
             (repository / "refs").mkdir()
             (repository / "refs" / "main").write_text(REVISION)
-            _write(snapshot, stand_in)
+            _write(snapshot, table)
         (made / "recipe").write_text(recipe())
         shutil.rmtree(home, ignore_errors=True)
         made.rename(home)
     return home
 
 
-def _write(snapshot: Path, stand_in: StandIn) -> None:
+def _write(snapshot: Path, table: dict[str, Any]) -> None:
+    architecture, model_type = table["type"]
     config = {
-        "architectures": [stand_in.architecture],
-        "model_type": stand_in.model_type,
-        **stand_in.config,
+        "architectures": [architecture],
+        "model_type": model_type,
+        **(_TINY if table.get("weights") else {}),
+        **(_QUANTIZED if table.get("quantized") else {}),
+        **table.get("config", {}),
+        **dict.fromkeys(table.get("null", ())),
     }
-    files = {"config.json": config, **_tokenizer(stand_in), **stand_in.files}
+    files = {"config.json": config, **_tokenizer(table), **table.get("files", {})}
     for name, content in files.items():
         (snapshot / name).write_text(json.dumps(content, indent=1) + "\n")
-    if stand_in.weights:
+    if table.get("weights"):
         _write_weights(snapshot)
 
 
-def _tokenizer(stand_in: StandIn) -> dict[str, Any]:
+def _tokenizer(table: dict[str, Any]) -> dict[str, Any]:
     """The files of a tokenizer with a token a byte, and the special ones."""
     from tokenizers import pre_tokenizers
 
+    first, special = table.get("bytes_from", 1), table.get("special", {"<|endoftext|>": 0})
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: stand_in.bytes_from + number for number, letter in enumerate(letters)}
+    vocabulary = {letter: number for number, letter in enumerate(letters, first)} | special
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    end = next(iter(stand_in.special))
+    end = next(iter(special))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
         "tokenizer.json": {
             "version": "1.0",
             "added_tokens": [
                 {"id": number, "content": token, **added, "special": True}
-                for token, number in stand_in.special.items()
+                for token, number in special.items()
             ],
             "pre_tokenizer": {**byte_level, "use_regex": True},
             "decoder": {**byte_level, "use_regex": True},
-            "model": {"type": "BPE", "vocab": {**vocabulary, **stand_in.special}, "merges": []},
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
         },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": end,
-            "pad_token": end,
-            "chat_template": CHAT_TEMPLATE,
+            **{"eos_token": end, "pad_token": end, "chat_template": CHAT_TEMPLATE},
         },
     }
 

@@ -1,43 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own tests on both wheels."""
 
-from __future__ import annotations
-
 import argparse
+import ast
+import hashlib
+import io
+import shutil
 import sys
+import tarfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from tools.common.cli import add_series, add_tree, series_of, tell, tree_of
+from tools.common.cli import add_path, add_series, add_tree, tell
 from tools.common.errors import ToolError
+from tools.common.git import Git
 from tools.common.pin import Project
-from tools.series.series import parse_series
-from tools.series.tree import open_tree
-from tools.upstream.compare import (
-    UNEXPLAINED,
-    Side,
-    compare,
-    render,
-    run_side,
-    touched_tests,
+from tools.series.series import parse_series, read_series
+from tools.series.tree import BASE_REF, open_tree
+from tools.upstream.hubcache import recipe
+from tools.upstream.testrun import (
+    PASSED,
+    SKIPPED,
+    Outcome,
+    Results,
+    is_test_file,
+    run_file,
+    test_environment,
 )
-from tools.upstream.testrun import Results, is_test_file
 from tools.wheel.verify import verify_installed
 
 EXAMPLE = "--out benchmarks/results/upstream-tests.md"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="*", metavar="FILE", help="only these (default: the list, and the series')"
-    )
-    parser.add_argument("--out", type=Path, help="where the table goes, as Markdown")
-    parser.add_argument(
-        "--installed",
-        type=Path,
-        metavar="SITE",
-        help="the patched wheel's package directory (default: this Python's)",
+    text = "only these (default: the line's list, and the series')"
+    parser.add_argument("files", nargs="*", metavar="FILE", help=text)
+    add_path(parser, "--out", "where the table goes, as Markdown")
+    add_path(
+        parser, "--installed", "the patched wheel's package directory (default: this Python's)"
     )
     add_tree(parser)
     add_series(parser)
@@ -48,17 +52,15 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     series does not touch, or if one that it touches fails. Finished files are not run again, so an
     interrupted run can be continued. The patched wheel must be installed, and the pristine one in
     build/<line>/pristine/site (make upstream-tests)."""
-    tree, series_file = tree_of(arguments, project), series_of(arguments, project)
-    pristine = project.build / "pristine"
-    installed = arguments.installed or Path(sys.executable)
-    patched = verify_installed(project, installed, tree, series_file)
-    verify_installed(project, pristine / "site", pristine / "vllm", series_file)
-    git = open_tree(tree, project.pin)
+    build, place = project.build / "upstream-tests", project.build / "pristine"
+    pristine = replace(project, tree_at=place / "vllm")
+    verify_installed(project, arguments.installed or Path(sys.executable))
+    verify_installed(pristine, place / "site")
+    git = open_tree(project)
     touched = touched_tests(git)
     listing = project.patches / "upstream-tests"
     listed = parse_series(listing.read_text(encoding="utf-8")) if listing.exists() else []
     files = arguments.files or sorted({*listed, *filter(is_test_file, touched)})
-    build = project.build / "upstream-tests"
     start = time.monotonic()
 
     def told(side: str, file: str, results: Results) -> None:
@@ -67,18 +69,19 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         tell(f"{time.monotonic() - start:5.0f} s  {side:8}  {file}: {said}")
 
     sides = (
-        Side("pristine", open_tree(pristine / "vllm", project.pin), pristine / "site"),
+        Side("pristine", open_tree(pristine), place / "site"),
         Side("patched", git, arguments.installed),
     )
     before, after = (run_side(side, files, build, told) for side in sides)
     comparisons = compare(before, after, touched)
     if arguments.out:
+        count, patches = len({c.file for c in comparisons}), len(read_series(project.series_file))
         about = (
-            f"{len(comparisons)} tests of {len({c.file for c in comparisons})} files, on the CPU "
-            f"wheels of vLLM {project.pin.version}: without the series, and with its "
-            f"{patched.patches} patches. No GPU, no network; stand-ins for repositories of the "
-            "model hub (`tools/upstream/hubcache.py`). Each wheel is tested with its own tree's "
-            "tests. `make upstream-tests` writes this file."
+            f"{len(comparisons)} tests of {count} files, on the CPU wheels of vLLM "
+            f"{project.pin.version}: without the series, and with its {patches} patches. No GPU, "
+            "no network; stand-ins for repositories of the model hub "
+            "(`tools/upstream/hubcache.py`). Each wheel is tested with its own tree's tests. "
+            "`make upstream-tests` writes this file."
         )
         arguments.out.write_text(render(comparisons, about), encoding="utf-8")
     verdicts = Counter(c.verdict for c in comparisons)
@@ -92,3 +95,181 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             next_step=f"read the output: {build}/results/*/tests/**/*.log",
             details=[f"{c.verdict}: {c.file} {c.test}" for c in found],
         )
+
+
+# What the tests need of a tree; not vllm/, which would stand before the installed wheel.
+PARTS = ("tests", "examples", "pyproject.toml")
+LIMIT_S = 600
+
+SAME, FIXED, BROKEN, OTHER = "same", "fixed", "broken", "differs"
+ADDED, REMOVED, CHANGED = (f"{what} by the series" for what in ("added", "removed", "changed"))
+# Differences that the series' own tests do not account for.
+UNEXPLAINED = (FIXED, BROKEN, OTHER)
+
+
+class Side(NamedTuple):
+    """A wheel and the tree that it was made of.
+
+    ``site`` is the directory it is installed in; None: this Python's own.
+    """
+
+    name: str
+    git: Git
+    site: Path | None
+
+    def key(self) -> str:
+        """What decides the results: package, tests, stand-ins."""
+        parts = [self.git.text("rev-parse", f"HEAD:{part}") for part in ("vllm", "tests")]
+        return hashlib.sha256("\n".join([*parts, recipe()]).encode()).hexdigest()[:16]
+
+
+class Comparison(NamedTuple):
+    """One test on both wheels; None where it does not exist."""
+
+    file: str
+    test: str
+    pristine: Outcome | None
+    patched: Outcome | None
+    verdict: str
+
+
+def run_side(
+    side: Side, files: Iterable[str], build: Path, told: Callable[[str, str, Results], None]
+) -> dict[str, Results]:
+    """Run the files that exist on this side; what an earlier run finished is not run again.
+
+    ``told`` is called with side, file and results when a file ends.
+    """
+    there = side.git.files("HEAD", "tests")
+    tree = build / side.name
+    shutil.rmtree(tree, ignore_errors=True)
+    parts = [part for part in PARTS if side.git.files("HEAD", part)]
+    archive = side.git.run("archive", "--format=tar", "HEAD", "--", *parts).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(tree, filter="data")
+    more = {"PYTHONPATH": str(side.site.resolve())} if side.site else {}
+    environment = test_environment(build, **more)
+    found = {}
+    for file in (file for file in files if file in there):
+        results = build / "results" / side.key() / Path(file).with_suffix(".xml")
+        found[file] = run_file(file, tree, environment, results, LIMIT_S)
+        told(side.name, file, found[file])
+    return found
+
+
+def touched_tests(git: Git) -> dict[str, set[str] | None]:
+    """Names of the tests that the series adds, changes or removes, by file.
+
+    None stands for the whole file: it was added or removed, or something that its tests share was
+    changed.
+    """
+    found: dict[str, set[str] | None] = {}
+    for change in git.changes(BASE_REF, "HEAD"):
+        if not change.path.startswith("tests/") or not change.path.endswith(".py"):
+            continue
+        found[change.path] = None
+        if change.status == "M":
+            blobs = git.contents([change.before, change.after])
+            before, after = (_parts(blobs[blob]) for blob in (change.before, change.after))
+            names = {name for name in before | after if before.get(name) != after.get(name)}
+            found[change.path] = None if "" in names else names
+    return found
+
+
+def _parts(source: bytes) -> dict[str, str]:
+    """The tests of a module by name, and under the empty name all the rest."""
+    parts = {"": ""}
+    for node in ast.parse(source).body:
+        for part in node.body if isinstance(node, ast.ClassDef) else [node]:
+            name = getattr(part, "name", "")
+            name = name if name.startswith("test") else ""
+            parts[name] = parts.get(name, "") + ast.dump(part)
+    return parts
+
+
+def compare(
+    pristine: dict[str, Results],
+    patched: dict[str, Results],
+    touched: dict[str, set[str] | None],
+) -> list[Comparison]:
+    """Every test of both sides, with what its difference is called."""
+    found = []
+    for file in sorted(pristine.keys() | patched.keys()):
+        before, after = pristine.get(file, {}), patched.get(file, {})
+        names = touched.get(file, set())
+        for test in sorted(before.keys() | after.keys()):
+            pair = before.get(test), after.get(test)
+            ours = names is None or test.partition("[")[0].rpartition("::")[2] in names
+            found.append(Comparison(file, test, *pair, _verdict(*pair, ours)))
+    return found
+
+
+def _verdict(before: Outcome | None, after: Outcome | None, ours: bool) -> str:
+    """What a difference is called; ``ours``: the series touches this very test."""
+    if before and after and before.status == after.status and before.reason == after.reason:
+        return SAME
+    if after and after.bad and not after.cannot_run:
+        return BROKEN
+    if ours:
+        return ADDED if before is None else REMOVED if after is None else CHANGED
+    if before and after and before.bad and after.status == PASSED:
+        return FIXED
+    return BROKEN if before and before.status == PASSED else OTHER
+
+
+def _table(*titles: str) -> list[str]:
+    return [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+
+
+def render(comparisons: list[Comparison], about: str) -> str:
+    """The record of a comparison, as Markdown."""
+    lines = ["# vLLM's own tests on the pristine and on the patched wheel", "", about, ""]
+    lines += ["Passed / cannot run here / failed otherwise / skipped.", ""]
+    lines += _table("File", "Pristine", "Patched", "Same", "Differences")
+    for file in [*sorted({c.file for c in comparisons}), "All"]:
+        rows = [c for c in comparisons if file in (c.file, "All")]
+        verdicts = Counter(c.verdict for c in rows)
+        same = verdicts.pop(SAME, 0)
+        differ = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+        sides = f"{_counts(c.pristine for c in rows)} | {_counts(c.patched for c in rows)}"
+        name = f"`{file.removeprefix('tests/')}`" if file != "All" else file
+        lines.append(f"| {name} | {sides} | {same} | {differ or 'none'} |")
+    different: Counter[tuple[str, str]] = Counter()  # cases of a test that differ in one way
+    failing: Counter[tuple[str, str]] = Counter()
+    for c in comparisons:
+        name = c.test.removeprefix("tests.").replace("|", "\\|").partition("[")[0]
+        if c.verdict != SAME:
+            how = f"{_status(c.pristine)} | {_status(c.patched)} | {c.verdict}"
+            different[name, how] += 1
+        outcome = c.patched or c.pristine
+        if outcome and outcome.bad:
+            why = f"{outcome.cannot_run or 'see right'} | {_cell(outcome.reason)}"
+            failing[name, why] += 1
+    lines += ["", "## Differences", ""]
+    lines += _table("Test", "Pristine", "Patched", "Verdict") if different else ["None."]
+    for (name, how), count in different.items():
+        lines.append(f"| `{name}`{f' ({count} cases)' if count > 1 else ''} | {how} |")
+    lines += ["", "## Tests that cannot pass here, and why", ""]
+    lines += _table("Tests", "Why", "What the failure says")
+    for (name, why), count in sorted(failing.items()):
+        lines.append(f"| `{name}`{f' ({count})' if count > 1 else ''} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _status(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "not there"
+    return f"{outcome.status}: {_cell(outcome.reason)}" if outcome.bad else outcome.status
+
+
+def _counts(outcomes: Iterable[Outcome | None]) -> str:
+    there = [outcome for outcome in outcomes if outcome is not None]
+    if not there:
+        return "not there"
+    kinds = Counter("cannot" if o.cannot_run else "bad" if o.bad else o.status for o in there)
+    return " / ".join(str(kinds[kind]) for kind in (PASSED, "cannot", "bad", SKIPPED))
+
+
+def _cell(text: str) -> str:
+    """Text that breaks no table and is no markup."""
+    return f"`{text.replace('|', '¦').replace('`', chr(39))}`" if text else ""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one file of vLLM's tests in a process of its own, and reads the result of each test."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -10,11 +8,10 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.process import KEEPER
-from tools.common.files import replacing
 from tools.upstream.hubcache import make_hub
 
 # The name of what stands for a file that gave no results.
@@ -31,8 +28,7 @@ CANNOT_RUN = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Result of one test: a status, and the message of a failure or a skip."""
 
     status: str
@@ -106,13 +102,17 @@ def run_file(
         pytest += ["-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
         pytest += [f"--timeout={limit_s / 2:.0f}", "--timeout-method=signal"]
         end = _run_kept(pytest, tree, environment, results.with_suffix(".log"), limit_s)
-        if end in (0, 1) and report.is_file():  # all tests ran
-            report.replace(results)
-        else:
+        if end not in (0, 1) or not report.is_file():  # crashed, hung, or could not be collected
             message = f"ended with status {end}"
             if end is None:
                 message = f"ended after {limit_s:.0f} s, the limit"
-            _write_whole_file(results, file, message, report)
+            if report.is_file():  # pytest's own words for what it could not collect
+                bad = [outcome.message for outcome in read_results(report).values() if outcome.bad]
+                message = "\n".join([*bad, message])
+            case = ET.Element("testcase", classname=file, name=WHOLE_FILE)
+            ET.SubElement(case, "error", message=message)
+            ET.ElementTree(case).write(report, encoding="utf-8", xml_declaration=True)
+        report.replace(results)
     return read_results(results)
 
 
@@ -120,34 +120,21 @@ def _run_kept(
     command: list[str], cwd: Path, environment: Mapping[str, str], log: Path, limit_s: float
 ) -> int | None:
     """The exit status of a command; None if it ran into its limit."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, str(KEEPER), *command],
-            cwd=cwd,
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-        assert process.stdin is not None
+    kept = [sys.executable, str(KEEPER), *command]
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            kept, cwd=cwd, env=environment, stdin=pipe, stdout=out, stderr=both
+        ) as run,
+    ):
+        assert run.stdin is not None
         try:
-            return process.wait(limit_s)
+            return run.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            process.stdin.close()  # the keeper ends what is left
-            process.wait()
-
-
-def _write_whole_file(results: Path, file: str, message: str, report: Path) -> None:
-    """One error for a file that crashed, hung or could not be collected."""
-    if report.is_file():  # pytest's own words for what it could not collect
-        bad = [outcome for outcome in read_results(report).values() if outcome.bad]
-        message = "\n".join([*(outcome.message for outcome in bad), message])
-    case = ET.Element("testcase", classname=file, name=WHOLE_FILE)
-    ET.SubElement(case, "error", message=message)
-    with replacing(results) as file_out:
-        ET.ElementTree(case).write(file_out, encoding="utf-8", xml_declaration=True)
+            run.stdin.close()  # the keeper ends what is left
 
 
 def read_results(path: Path) -> Results:

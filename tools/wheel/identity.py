@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a wheel of the series is called and made from."""
 
-from __future__ import annotations
-
 import argparse
 
-from tools.common.cli import add_series, series_of
+from tools.common.cli import add_series
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 from tools.wheel.plan import choose_base, wheel_version
@@ -21,9 +19,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Print what a wheel of the series is called and made from, as NAME=value lines: the pin, the
     fingerprint of the series, the version. The image's labels say the same."""
-    pin = project.pin
+    pin, series = project.pin, read_series(project.series_file)
     base = choose_base(pin, arguments.variant)
-    series = read_series(series_of(arguments, project))
     print(f"PIN={pin.git_tag}@{pin.commit}")
     print(f"SERIES_FINGERPRINT={fingerprint(series, pin)}")
     print(f"WHEEL_VERSION={wheel_version(pin, base, project.release if series else 0)}")

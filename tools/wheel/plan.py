@@ -5,8 +5,6 @@ Building writes the plan down and verifying compares with it. The bytes of the r
 series and release number alone.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib
@@ -14,7 +12,7 @@ import io
 import zipfile
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from packaging.tags import Tag, parse_tag
 from packaging.utils import parse_wheel_filename
@@ -23,9 +21,8 @@ from packaging.version import Version
 from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.pin import BaseWheel, Pin, Project
-from tools.series.base import BASE_REF
 from tools.series.series import Series, fingerprint, read_series
-from tools.series.tree import Record, read_record, refuse_dirt, refuse_unfinished
+from tools.series.tree import BASE_REF, Record, open_settled, read_record
 from tools.wheel.metadata import mark_for_tests, name_metadata, name_version_module, name_wheel
 from tools.wheel.sbom import make_sbom
 
@@ -34,15 +31,8 @@ VERSION_MODULE = f"{PACKAGE}/_version.py"
 
 # An overlay changes none of what these make: kernels, and the wheel's own metadata.
 BUILD_INPUTS = (
-    "CMakeLists.txt",
-    "MANIFEST.in",
-    "cmake/",
-    "csrc/",
-    "pyproject.toml",
-    "requirements/common.txt",
-    "requirements/cpu.txt",
-    "requirements/cuda.txt",
-    "setup.py",
+    *("CMakeLists.txt", "MANIFEST.in", "cmake/", "csrc/", "pyproject.toml", "setup.py"),
+    *(f"requirements/{name}.txt" for name in ("common", "cpu", "cuda")),
 )
 
 
@@ -89,58 +79,48 @@ def read_wheel_version(pin: Pin, version: str, tags: Collection[Tag]) -> tuple[B
     parts = (Version(version).local or "").split(".")
     number = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
     found = [base for base in pin.wheels.values() if version == wheel_version(pin, base, number)]
-    for base in found:
-        if parse_tag(base.tag) & set(tags):
-            return base, number
-    if found:
-        return found[0], number
-    expected = dict.fromkeys(wheel_version(pin, base, 1) for base in pin.wheels.values())
-    raise ToolError(
-        "this version is not one of this project's overlays on this pin",
-        expected=" or ".join(expected),
-        found=version,
-    )
+    if not found:
+        expected = dict.fromkeys(wheel_version(pin, base, 1) for base in pin.wheels.values())
+        what = "this version is not one of this project's overlays on this pin"
+        raise ToolError(what, expected=" or ".join(expected), found=version)
+    return next((base for base in found if parse_tag(base.tag) & set(tags)), found[0]), number
 
 
-def tree_series(git: Git, project: Project, series_file: Path) -> Series:
-    """The series that the tree's HEAD is the result of: empty on the base, else the line's."""
-    refuse_unfinished(git)
-    refuse_dirt(git)
+def tree_series(project: Project) -> tuple[Git, Series]:
+    """The build tree, and the series that its HEAD is the result of: empty on the base."""
+    git = open_settled(project)
     tree = git.tree_id("HEAD")
     if tree == git.tree_id(BASE_REF):
-        return Series()
-    series = read_series(series_file)
-    found = read_record(git)
-    if found != Record(fingerprint(series, project.pin), tree):
+        return git, Series()
+    series = read_series(project.series_file)
+    if read_record(git) != Record(fingerprint(series, project.pin), tree):
         raise ToolError(
             "the build tree is not the applied series",
             where=git.path,
-            expected=f"the result of {series_file}",
+            expected=f"the result of {project.series_file}",
             found=git.oneline("HEAD"),
             next_step="python -m tools series apply, or series export to keep your commits",
         )
-    return series
+    return git, series
 
 
 def choose_base(pin: Pin, variant: str) -> BaseWheel:
     if variant not in pin.wheels:
-        raise ToolError(
-            "the pin has no such base wheel",
-            found=variant,
-            expected=" or ".join(pin.wheels),
-            next_step="name one of these: --variant",
-        )
+        expected, step = " or ".join(pin.wheels), "name one of these: --variant"
+        what = "the pin has no such base wheel"
+        raise ToolError(what, found=variant, expected=expected, next_step=step)
     return pin.wheels[variant]
 
 
-def refuse_build_inputs(git: Git) -> None:
-    """Refuse a series that changes what only a real build can turn into a wheel."""
-    touched = [
-        change.path
-        for change in git.changes(BASE_REF, "HEAD")
-        if change.path.startswith(BUILD_INPUTS)
-    ]
-    if touched:
+def plan_wheel(
+    wheel: zipfile.ZipFile, base: BaseWheel, git: Git, pin: Pin, series: Series, release: int
+) -> Plan:
+    """What every member of the patched wheel must be.
+
+    Refuses a series that changes what only a real build can turn into a wheel.
+    """
+    changes = {change.path for change in git.changes(BASE_REF, "HEAD")}
+    if touched := sorted(path for path in changes if path.startswith(BUILD_INPUTS)):
         raise ToolError(
             "the series changes compiled sources or build inputs, which an overlay on a finished "
             "wheel cannot carry",
@@ -148,21 +128,12 @@ def refuse_build_inputs(git: Git) -> None:
             found=", ".join(touched),
             next_step="take these changes out of the series",
         )
-
-
-def plan_wheel(
-    wheel: zipfile.ZipFile, base: BaseWheel, git: Git, pin: Pin, series: Series, release: int
-) -> Plan:
-    """What every member of the patched wheel must be."""
-    refuse_build_inputs(git)
     version = wheel_version(pin, base, release)
     filename = f"{PACKAGE}-{version}-{base.tag}.whl"
     parse_wheel_filename(filename)
     infos = [info for info in wheel.infolist() if not info.is_dir()]
-    old_dist_info = _dist_info(infos, base)
-    new_dist_info = f"{PACKAGE}-{version}.dist-info"
+    old_dist_info, dist_info = _dist_info(infos, base), f"{PACKAGE}-{version}.dist-info"
     tree = git.files("HEAD", PACKAGE)
-    changes = {change.path for change in git.changes(BASE_REF, "HEAD")}
     # What the base wheel lacks or has in another version.
     fresh = tree.keys() if base.tests_only else changes & tree.keys()
     patched = git.contents(tree[name].blob for name in fresh)
@@ -170,7 +141,10 @@ def plan_wheel(
     for info in infos:
         name = info.filename
         if name.startswith(f"{old_dist_info}/"):
-            member = _metadata_member(wheel, info, old_dist_info, new_dist_info, version, base, pin)
+            inner = name.removeprefix(f"{old_dist_info}/")
+            member = _metadata_member(
+                wheel, info, inner, f"{dist_info}/{inner}", version, base, pin
+            )
             metadata += [member] if member else []
         elif name == VERSION_MODULE:
             text = name_version_module(wheel.read(info).decode(), version)
@@ -189,19 +163,14 @@ def plan_wheel(
     there = {info.filename for info in infos}
     for name in sorted(fresh - there):
         package.append(_new(name, patched[tree[name].blob], "patched tree"))
-    metadata.append(
-        _new(
-            f"{new_dist_info}/sboms/vllm-routed-experts.cdx.json",
-            make_sbom(pin, base, series, version),
-            "the bill of materials",
-        )
-    )
-    members = [*package, *metadata]
+    sbom = make_sbom(pin, base, series, version)
+    name = f"{dist_info}/sboms/vllm-routed-experts.cdx.json"
+    members = [*package, *metadata, _new(name, sbom, "the bill of materials")]
     record = io.StringIO()
     writer = csv.writer(record, lineterminator="\n")
     writer.writerows(member.record() for member in members)
-    writer.writerow((f"{new_dist_info}/RECORD", "", ""))
-    members.append(_new(f"{new_dist_info}/RECORD", record.getvalue().encode(), "its own members"))
+    writer.writerow((f"{dist_info}/RECORD", "", ""))
+    members.append(_new(f"{dist_info}/RECORD", record.getvalue().encode(), "its own members"))
     return Plan(version, filename, tuple(members))
 
 
@@ -240,14 +209,12 @@ def _kept(wheel: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Member:
 def _metadata_member(
     wheel: zipfile.ZipFile,
     info: zipfile.ZipInfo,
-    old: str,
-    new: str,
+    inner: str,
+    name: str,
     version: str,
     base: BaseWheel,
     pin: Pin,
 ) -> Member | None:
-    inner = info.filename.removeprefix(f"{old}/")
-    name = f"{new}/{inner}"
     if inner == "METADATA":
         text = name_metadata(wheel.read(info).decode(), PACKAGE, version)
         if base.tests_only:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a patched wheel was made of, as CycloneDX: the same bytes for the same ingredients."""
 
-from __future__ import annotations
-
 import hashlib
 import uuid
 from datetime import UTC, datetime
@@ -21,25 +19,20 @@ _DATE = datetime(1980, 1, 1, tzinfo=UTC)
 
 
 def _file(name: str, sha256: str, role: str, **properties: str) -> Component:
+    facts = {"role": role, **properties}.items()
     return Component(
         name=name,
         type=ComponentType.FILE,
         bom_ref=name,
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=sha256)],
-        properties=[
-            Property(name=f"vllm-routed-experts:{key}", value=value)
-            for key, value in {"role": role, **properties}.items()
-        ],
+        properties=[Property(name=f"vllm-routed-experts:{key}", value=text) for key, text in facts],
     )
 
 
 def make_sbom(pin: Pin, base: BaseWheel, series: Series, version: str) -> bytes:
     """The bill of materials: base wheel, source archive and every patch, by digest."""
-    bom = Bom(
-        serial_number=uuid.uuid5(
-            uuid.NAMESPACE_URL, f"{fingerprint(series, pin)} {base.file.sha256} {version}"
-        )
-    )
+    key = f"{fingerprint(series, pin)} {base.file.sha256} {version}"
+    bom = Bom(serial_number=uuid.uuid5(uuid.NAMESPACE_URL, key))
     bom.metadata.timestamp = _DATE
     wheel = Component(name="vllm", version=version, type=ComponentType.LIBRARY, bom_ref="wheel")
     parts = [
@@ -47,10 +40,8 @@ def make_sbom(pin: Pin, base: BaseWheel, series: Series, version: str) -> bytes:
         _file(pin.source.filename, pin.source.sha256, "source archive", commit=pin.commit),
     ]
     for number, patch in enumerate(series, start=1):
-        digest = hashlib.sha256(patch.data).hexdigest()
-        parts.append(
-            _file(f"patches/{pin.line}/{patch.name}", digest, "patch", position=str(number))
-        )
+        digest, name = hashlib.sha256(patch.data).hexdigest(), f"patches/{pin.line}/{patch.name}"
+        parts.append(_file(name, digest, "patch", position=str(number)))
     bom.metadata.component = wheel
     for part in parts:
         bom.components.add(part)
