@@ -263,7 +263,7 @@ image: $(TOOLS_LOCKED) #> Build the image for GPU clusters: make image BASE_IMAG
 .PHONY: lock
 lock: apply #> Write requirements/*.txt anew (ARGS=--upgrade for newer versions)
 ifdef OTHER
-	$(LOCK) $(ARGS) --output-file $(LOCK_FILE) requirements/$(LINE).in
+	$(LOCK_LINE) $(ARGS) --output-file $(LOCK_FILE) requirements/$(LINE).in
 else
 	grep '^uv==' requirements/environment.in | $(LOCK) --no-annotate --output-file requirements/bootstrap.txt -
 	$(LOCK) $(ARGS) --output-file requirements/environment.txt requirements/environment.in
@@ -276,8 +276,11 @@ else
 endif
 
 # Names no index: where packages come from is the machine's business, what they are is the lock's.
-LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock" $(UV) pip compile --quiet --generate-hashes --no-emit-index-url \
+LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock$(if $(OTHER), ON=$(OTHER))" $(UV) pip compile --quiet --generate-hashes --no-emit-index-url \
 	--only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_28
+# Of another line: what requirements/<line>-overrides.in names may be older than vLLM asks for.
+LOCK_LINE = $(subst manylinux_2_28,manylinux_2_35,$(LOCK)) \
+	$(addprefix --override ,$(wildcard requirements/$(LINE)-overrides.in))
 LOCK_IMAGE = $(subst 3.11,3.12,$(subst manylinux_2_28,manylinux_2_35,$(LOCK)))
 # The installer keeps the versions that the output file has, where it can: those of the environment
 # that the tests run in, and behind them its own of the last time.
