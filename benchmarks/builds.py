@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of vLLM that lie side by side, and processes that run with one of them."""
+"""Several builds of vLLM side by side, and processes that use one of them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Build:
 
 @dataclass(frozen=True)
 class Variant:
-    """A build with one setting of the flag: what one engine is.
+    """A build with one setting of the flag; each engine runs one.
 
     Attributes:
         build: the build.
-        flag: one of FLAGS; `on` returns rows to every request, `opt-in`, which wants the series,
-            to those that ask.
-        copy: 1, or more for further engines of the same kind, which show how engines differ.
+        flag: one of FLAGS. `on` returns rows to every request, `opt-in` to those that ask (the
+            series only).
+        copy: 1, or more for further engines of the same kind, which show how much engines differ.
     """
 
     build: Build

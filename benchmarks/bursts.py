@@ -29,7 +29,7 @@ def body_of(prompt: Sequence[int], output: int, asks: bool | None, stream: bool)
 
 
 async def send_burst(url: str, bodies: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
-    """Send all at once and read all answers; what came, and when the last was read."""
+    """Send all requests at once and read all answers. Returns sizes and times."""
     limits = httpx.Limits(max_connections=len(bodies))
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout_s) as client:
         first: list[float] = []
@@ -59,7 +59,7 @@ async def send_burst(url: str, bodies: list[dict[str, Any]], timeout_s: float) -
 
 
 def serve_bursts(pipe: multiprocessing.connection.Connection) -> None:
-    """The second process: sends the bursts that it is told to."""
+    """Run the second process: send each burst that the pipe asks for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError):
         while True:

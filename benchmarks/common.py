@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the timed benchmarks share: records on disk, the GPU's state, words and tables."""
+"""Shared by the benchmarks: records on disk, the state of the GPU, messages and tables."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WORK = ROOT / "build/bench"
 
 
 class Failure(Exception):
-    """The benchmark cannot go on; the text says why."""
+    """The benchmark cannot continue; the text says why."""
 
 
 class Gpu:
-    """Clock, power and temperature of the GPU, where NVML is there to tell."""
+    """Clock, power and temperature of the GPU, if NVML is available."""
 
     def __init__(self) -> None:
         self._nvml: Any = None

@@ -33,8 +33,8 @@ def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 128,
         "enable_prefix_caching": True,
-        # The cache's size is given: nothing is measured while other engines hold memory, and all
-        # engines have the same number of blocks.
+        # A fixed cache size gives all engines the same number of blocks, whatever memory other
+        # engines hold.
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": int(kv_gib * 2**30),
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
@@ -64,7 +64,7 @@ class Engine:
             with contextlib.suppress(TimeoutError):
                 self._connection, _ = self._listener.accept()
                 self._lines = self._connection.makefile("rb")
-        # A line may come in pieces, and a file object is of no use after a timeout.
+        # A line may come in pieces, and a file object cannot be used after a timeout.
         while True:
             self._look(ends)
             self._connection.settimeout(1.0)
@@ -82,12 +82,12 @@ class Engine:
         return message
 
     def ask(self, do: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """Have the worker do something, and wait for its answer. Raises Failure as `hear` does."""
+        """Send a command to the worker and wait for its answer. Raises Failure as `hear` does."""
         self.tell(do, **arguments)
         return self.hear(timeout_s)
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """Have the worker do something; `hear` gets its answer. Raises Failure if it is gone."""
+        """Send a command to the worker; `hear` returns its answer. Raises Failure if it is gone."""
         assert self._connection is not None
         try:
             self._connection.sendall((json.dumps({"do": do, **arguments}) + "\n").encode())

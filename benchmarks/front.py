@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long rows keep the API server's event loop busy. No GPU, and a stub for the engine.
+"""Measures how long rows keep the API server's event loop busy. Needs no GPU.
 
     python -m benchmarks.front --out benchmarks/results/front-cpu.md
 
-The server is vLLM's own (FastAPI, uvicorn, AsyncLLM, output processor), in a process of its own. A
-stub in another process sends it made-up tokens and random rows through the engine's sockets; the
-clients are in this process and come over loopback. Loads: one answer of 128,000 tokens, whole or
+The server is vLLM's own (FastAPI, uvicorn, AsyncLLM, output processor) in its own process. A stub
+of the engine in another process sends it tokens and random rows through the engine's sockets.
+Clients run in this process and connect over loopback. Loads: one answer of 128,000 tokens, whole or
 streamed, and 64 streams whose readers read nothing until the engine has finished. In each round,
-every load is sent with silent requests and with asking ones.
+every load runs once with silent requests and once with asking ones.
 
-Measured from the engine's first output until all answers are read:
+Measured from the first output of the engine until all answers are read:
 
-- the longest callback of the loop, and the most processor time of one. The target is for the first:
-  asking requests may add 5 ms to what silent ones have in the same round, median of the rounds;
-- by how much a task that sleeps for a millisecond, over and over, woke too late. That is several
-  callbacks in a row, and all else that runs on the machine.
+- the longest callback of the event loop, and the largest processor time of one callback. The target
+  is for the longest: asking requests may add 5 ms to silent ones in the same round, median of the
+  rounds;
+- how late a task wakes that sleeps for a millisecond again and again. This counts several callbacks
+  in a row, and everything else that runs on the machine.
 
-`vllm serve` runs uvloop, whose callbacks cannot be timed: `--loop uvloop` measures the last alone.
+`vllm serve` uses uvloop, whose callbacks cannot be timed: `--loop uvloop` measures only how late
+the task wakes.
 """
 
 from __future__ import annotations
@@ -48,29 +50,29 @@ from harness.server import decode_rows
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 TOP_K, MAX_LEN = 8, 200_000
-# What asking may add, and the rounds that it takes to say so.
+# The limit for what asking adds, and the least number of rounds for a verdict.
 TARGET_MS, ENOUGH_ROUNDS = 5.0, 8
-# Nothing that is waited for takes so long.
+# Waiting for longer than this is an error.
 PATIENCE_S = 120.0
 MEASURES = {
     "callback": "Longest callback",
     "processor": "Most processor time of one",
     "late": "A timer late by",
 }
-# Of each load, of silent and of asking requests, milliseconds by measure.
+# Milliseconds by load, then "silent" or "asking", then measure.
 Round = dict[str, dict[str, dict[str, float]]]
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that start together, and what the engine makes of them.
+    """Requests that start together, and the outputs of the engine for them.
 
     Attributes:
         name: what the table calls it.
         path: of the endpoint.
         stream: whether they are streams.
-        prompt: tokens of each one's prompt, as the engine has it: their rows come with the first
-            tokens. What is sent is shorter.
+        prompt: tokens of each prompt in the engine, whose rows come with the first tokens. The
+            prompt that is sent is shorter.
         steps: of the engine, 5 ms apart.
         tokens: of each request in a step.
         requests: their number.
@@ -109,7 +111,7 @@ def loads_of(arguments: argparse.Namespace) -> list[Load]:
         for name, path in (("generate", GENERATE), ("chat", CHAT))
         for stream in (False, True)
     ]
-    # The first event of each stream is more than the kernel takes for a reader who stalls.
+    # The first event of each stream is larger than the socket buffers of a stalled reader.
     prompt = 3_200_000 // (arguments.layers * TOP_K)
     stalled = Load(
         f"{readers} stalled readers", GENERATE, True, prompt, 8 * steps, 2, readers, stalled=True
@@ -118,14 +120,14 @@ def loads_of(arguments: argparse.Namespace) -> list[Load]:
 
 
 def engine(*arguments: Any) -> None:
-    """The engine's process. Only such a one imports vLLM."""
+    """Run the engine's process. Only child processes import vLLM."""
     from benchmarks import front_server
 
     front_server.engine(*arguments)
 
 
 def server(*arguments: Any) -> None:
-    """The server's process."""
+    """Run the server's process."""
     from benchmarks import front_server
 
     front_server.server(*arguments)
@@ -134,7 +136,7 @@ def server(*arguments: Any) -> None:
 def send_request(port: int, load: Load, asks: bool) -> socket.socket:
     connection = socket.socket()
     if load.stalled:
-        # The kernel shall not read for those who do not.
+        # A small buffer: the kernel must not read for a stalled reader.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
     connection.settimeout(PATIENCE_S)
     connection.connect(("127.0.0.1", port))
@@ -158,7 +160,7 @@ def read_answer(connection: socket.socket) -> bytes:
 
 
 def check(answer: bytes, load: Load, asks: bool) -> None:
-    """Raises Failure if the answer is not what the load is about."""
+    """Check the rows of an answer. Raises Failure if they are wrong."""
     events = answer.removesuffix(b"\n\ndata: [DONE]\n\n").split(b"\n\n")
     texts = [
         choice["routed_experts"]
@@ -174,7 +176,7 @@ def check(answer: bytes, load: Load, asks: bool) -> None:
 
 
 class Bench:
-    """The server, the engine, and their ends of the pipes that lead to them."""
+    """The server and engine processes, and the pipes to them."""
 
     def __init__(self, arguments: argparse.Namespace, loads: Sequence[Load], folder: Path) -> None:
         model = make_checkpoint(folder / "model", max_position_embeddings=MAX_LEN)
@@ -219,8 +221,8 @@ class Bench:
                 process.kill()
 
     def run(self, load: Load, asks: bool, checked: bool) -> dict[str, float]:
-        """What the probe saw of a load, in milliseconds; what the answers weigh, in megabytes, and
-        how long they took, in milliseconds."""
+        """Run a load. Returns the probe's milliseconds, the size of the answers in megabytes, and
+        their duration in milliseconds."""
         self.engine.send(load)
         connections = [send_request(self.port, load, asks) for _ in range(load.requests)]
         began = receive(self.engine) if load.stalled else None
@@ -267,8 +269,8 @@ def run_rounds(arguments: argparse.Namespace) -> list[Round]:
 
 
 def summarize(rounds: Sequence[Round]) -> dict[str, dict[str, tuple[float, float, float]]]:
-    """By load and measure, the medians over the rounds: of silent requests, of asking ones, and of
-    how much more these have in the same round."""
+    """By load and measure, medians over the rounds: silent requests, asking requests, and their
+    difference within a round."""
     found: dict[str, dict[str, tuple[float, float, float]]] = {}
     for load in rounds[0]:
         pairs = [(r[load]["silent"], r[load]["asking"]) for r in rounds]

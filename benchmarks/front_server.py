@@ -33,13 +33,13 @@ from vllm.v1.outputs import RoutedExpertsLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-# Shorter callbacks are not noted.
+# Shorter callbacks are not recorded.
 LEAST_S = 1e-4
 EXPERTS = 256
 
 
 class Load(Protocol):
-    """What the stub reads of one of `front.py`'s."""
+    """The fields that the stub reads of a load of `front.py`."""
 
     prompt: int
     steps: int
@@ -48,7 +48,7 @@ class Load(Protocol):
 
 
 class Engine:
-    """The stub. What packs its rows is the scheduler's own code."""
+    """The stub of the engine. The scheduler's own code packs its rows."""
 
     def __init__(self, addresses: dict[str, str], pool: np.ndarray, parent: Connection) -> None:
         self.pool = pool
@@ -65,7 +65,7 @@ class Engine:
         self.requests.send(msgspec.msgpack.encode(ready))
 
     def serve(self) -> None:
-        """Answer the loads that the parent announces, until it is gone."""
+        """Run the loads that the parent announces, until the parent ends."""
         decode_request, decode = MsgpackDecoder(EngineCoreRequest), MsgpackDecoder()
         told: list[Load] = []
         waiting: list[EngineCoreRequest] = []
@@ -90,7 +90,7 @@ class Engine:
                     output = UtilityOutput(call, result=UtilityResult(result))
                     self.send(EngineCoreOutputs(utility_output=output))
             if told and len(waiting) == told[0].requests:
-                # How the server takes requests in is not measured.
+                # Taking requests in is not measured.
                 time.sleep(0.1)
                 self.parent.send(self.answer(told.pop(), waiting))
                 waiting.clear()
@@ -99,7 +99,7 @@ class Engine:
         self.outputs.send_multipart(self.encoder.encode(message), copy=False)
 
     def answer(self, load: Load, waiting: Sequence[EngineCoreRequest]) -> float:
-        """Send all outputs of the requests. Returns when that began."""
+        """Send all outputs of the requests. Returns the time at which this began."""
         for sent in waiting:
             sent.prompt_token_ids = [5] * load.prompt
         requests = {r.request_id: Request.from_engine_core_request(r, None) for r in waiting}
@@ -131,7 +131,7 @@ class Engine:
         return began
 
     def rows_of(self, requests: Sequence[Request], begin: int, end: int) -> RoutedExpertsLists:
-        """What workers return of the positions `begin` to `end` of each request."""
+        """What workers return for the positions `begin` to `end` of each request."""
         count, num_rows = len(requests), end - begin
         return RoutedExpertsLists(
             req_ids=[request.request_id for request in requests],
@@ -143,22 +143,22 @@ class Engine:
 
 
 def engine(addresses: dict[str, str], shape: tuple[int, int, int], parent: Connection) -> None:
-    """The engine's process. `shape`: of all rows of a step together."""
+    """Run the engine's process. `shape` is that of all rows of a step together."""
     pool = np.random.default_rng(0).integers(0, EXPERTS, shape, np.uint8)
     Engine(addresses, pool, parent).serve()
 
 
 class Probe:
-    """Notes how long callbacks of the event loop take, and how late a timer is."""
+    """Records how long callbacks of the event loop take, and how late a timer is."""
 
     def __init__(self) -> None:
-        # When it began and ended, and its seconds of processor time.
+        # Of each callback: start, end, seconds of processor time.
         self.callbacks: list[tuple[float, float, float]] = []
-        # When it was due, and when it came.
+        # Of each timer: when it was due, and when it came.
         self.ticks: list[tuple[float, float]] = []
 
     def time_callbacks(self) -> None:
-        """Of asyncio's own loop: all that it does, it does in callbacks."""
+        """Time the callbacks of asyncio's own loop, which does all its work in callbacks."""
         run, clock, processor = asyncio.Handle._run, time.monotonic, time.thread_time
 
         def timed(handle: asyncio.Handle) -> None:
@@ -177,7 +177,7 @@ class Probe:
             self.ticks.append((due, time.monotonic()))
 
     def answer(self, parent: Connection) -> None:
-        """Tell what was longest between the two times that the parent names, again and again."""
+        """For each pair of times from the parent, send back the longest callback between them."""
         with contextlib.suppress(EOFError):
             while True:
                 begin, end = parent.recv()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows cost the host a step: the scheduler's share, and their way to the front end. No GPU.
+"""Measures what rows cost the host per step: in the scheduler, and on the way to the front end.
 
     python -m benchmarks.host --out benchmarks/results/host-cpu.md
 
-vLLM's own scheduler, message encoding, socket and output processor, with made-up tokens and random
-rows of DeepSeek-V3's shape: 61 layers, top-8, a byte an id. Two engines take turns, step by step:
-in one every request is silent, in the other all ask, so that the difference is what rows cost. As
-in vLLM, each front end is a process of its own, which gets the messages through a socket. Two
-loads: 1,024 running requests that decode, and 64 requests of 4,000 tokens that finish in one step.
-Milliseconds are of the thread's processor time, so that a busy machine disturbs little; `silent` is
-what a step costs anyway.
+It needs no GPU. vLLM's own scheduler, message encoding, socket and output processor run with
+generated tokens and random rows in the shape of DeepSeek-V3: 61 layers, top-8, one byte per id. Two
+engines take turns, step by step. In one every request is silent, in the other all ask, so the
+difference is what rows cost. As in vLLM, each front end is a separate process that receives
+messages through a socket. Two loads: 1,024 running requests that decode, and 64 requests of 4,000
+tokens that finish in one step. Milliseconds are processor time of the thread, so that a busy
+machine matters little.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def make_scheduler(load: Load) -> Scheduler:
     max_len = load.prompt + load.output
     num_blocks = load.requests * (max_len // BLOCK + 2)
     config = VllmConfig(device_config=DeviceConfig("cpu"))
-    # No checkpoint: of the model, the scheduler wants a few attributes.
+    # No checkpoint: the scheduler reads only a few attributes of the model.
     config.model_config = MagicMock()
     config.model_config.skip_tokenizer_init = True
     config.model_config.is_multimodal_model = False
@@ -114,7 +114,7 @@ def make_requests(load: Load, asks: bool) -> Iterator[EngineCoreRequest]:
                 max_tokens=load.output,
                 ignore_eos=True,
                 detokenize=False,
-                # As the input processor leaves them.
+                # As the input processor sets them.
                 return_routed_experts=True if asks else None,
                 routed_experts_prompt_start=0 if asks else None,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -128,8 +128,8 @@ def make_requests(load: Load, asks: bool) -> Iterator[EngineCoreRequest]:
 
 
 def front_end(load: Load, asks: bool, address: str, parent: Connection) -> None:
-    """A process that reads an engine's messages until all requests have finished. Tells its parent
-    after each one the seconds of its parts."""
+    """Read an engine's messages until all requests have finished. Sends the seconds of each part to
+    the parent after each message."""
     processor = OutputProcessor(tokenizer=None, log_stats=False)
     for request in make_requests(load, asks):
         processor.add_request(request, None)
@@ -165,7 +165,7 @@ def front_end(load: Load, asks: bool, address: str, parent: Connection) -> None:
 
 @dataclass
 class Engine:
-    """Scheduler and socket, with a worker that makes tokens and rows up, and its front end."""
+    """Scheduler and socket with a stub of the worker, and its front end."""
 
     load: Load
     asks: bool
@@ -204,8 +204,8 @@ class Engine:
                 [7] if end >= r.num_tokens else [] for r, end in zip(requests, ends, strict=True)
             ],
         )
-        # The worker's memory is its own in every step. Both engines' workers use some, so that
-        # they leave as much in the processor's cache.
+        # The worker's memory is new in every step. Both engines allocate it, so that they use the
+        # processor's cache alike.
         rows = self.pool[: sum(num_rows)].copy()
         if self.asks:
             output.routed_experts = RoutedExpertsLists(
@@ -218,7 +218,7 @@ class Engine:
         return output
 
     def step(self) -> bool:
-        """Run one step, note its milliseconds by part; whether there was one."""
+        """Run one step and record its milliseconds by part. Returns whether there was a step."""
         clock = time.thread_time
         marks = [clock()]
         scheduled = self.scheduler.schedule()
@@ -251,7 +251,7 @@ def measure(load: Load, seed: int) -> dict[str, Engine]:
         gc.disable()
         going = True
         while going:
-            # In turn, the first one changing: a slow moment meets both.
+            # The order alternates, so that a slow moment affects both.
             order = list(engines.values())[:: 1 if len(engines["silent"].steps) % 2 else -1]
             stepped = [engine.step() for engine in order]
             going = all(stepped)
@@ -265,8 +265,8 @@ def measure(load: Load, seed: int) -> dict[str, Engine]:
 
 
 def summarize(load: Load, engines: dict[str, Engine]) -> dict[str, Any]:
-    """Milliseconds a decode step, of each part and of the two ways: of both engines, and how much
-    more the asking one takes than the silent one at the same step. Last, the step that finishes."""
+    """Milliseconds per decode step, by part and by group of parts: of both engines, and the
+    difference at the same step; also those of the last step, which finishes all requests."""
     labels = {**{part: (part,) for part in PARTS}, **WAYS}
     record: dict[str, Any] = {"load": str(load)}
     for label, parts in labels.items():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many kernels and copies a decode step runs on a GPU, with one build of vLLM.
+"""Counts the kernels and copies of a decode step on a GPU, with one build of vLLM.
 
     python -m benchmarks.kernels --flag off --out off.json
     python -m benchmarks.kernels --flag opt-in --out opt-in.json
 
 One request decodes alone, with CUDA graphs, on the shape of Qwen3-30B-A3B with fewer layers and
-dummy weights. What 64 more tokens add to the profile, by 64, is a step's. `opt-in`, which wants
-the patched build, has the request silent, then asking.
+dummy weights. The kernels of a step are those that 64 more tokens add, divided by 64. `opt-in`
+needs the patched build; its request is silent first, then asks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file for the record")
     parser.add_argument("--layers", type=int, default=8)
     arguments = parser.parse_args()
-    # One process: the worker finds the probe on this one's path.
+    # One process, so that the worker can import the probe.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
     import torch
@@ -84,7 +84,7 @@ def main() -> int:
             kernels, copies = (steps[mode][what] for what in ("kernels", "copies"))
             print(f"{mode}: {kernels} kernels, {copies} copies a step", flush=True)
     record = {
-        # Names only: a record says nothing of the machine's folders.
+        # Names only: records hold no paths.
         "command": [Path(word).name for word in sys.argv],
         "vllm": vllm.__version__,
         "torch": torch.__version__,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows cost a stream: inter-token latency over HTTP.
+"""Measures what rows cost streams: inter-token latency over HTTP.
 
     python -m benchmarks.latency --out OUT --build pristine=env-pristine.sh \\
         --build patched=env-patched.sh --server pristine:off --server pristine:on \\
@@ -7,19 +7,18 @@
     python -m benchmarks.latency --out OUT --build patched=env-patched.sh --server patched:opt-in \\
         --requests 64
 
-Without a burst, streams decode together; of an opt-in server none of them asks for rows, one in ten
-or all. Every label is compared with its build without the flag, and builds without it with the
-first of them.
+Without a burst, streams decode together. On an opt-in server none of them asks for rows, one in
+ten, or all. Each setting is compared with the same build without the flag, and builds without the
+flag with the first of them.
 
 With a burst (`--requests`), silent streams decode. Then a burst of requests is admitted in one step
-(the server is paused while they come in), runs along, and ends in one step; when they ask, each
-answer brings the rows of its whole sequence. Their prompts lie in the prefix cache, with rows, so a
-burst is seconds long. Rounds alternate between bursts that ask and bursts that do not. The streams
-and the burst are read by two processes.
+(the server is paused while they come in), decodes beside the streams, and ends in one step. If the
+requests ask, each answer has the rows of its whole sequence. Their prompts are in the prefix cache,
+with rows, so a burst takes seconds. Rounds alternate between bursts that ask and bursts that do
+not. Two processes read the streams and the burst.
 
-All servers are alive and take turns within rounds; times between two chunks are compared by rounds.
-
-Records are appended to OUT/latency.jsonl; the report is OUT/latency.md and latency.json.
+All servers run at once and take turns within rounds. Times between two chunks are compared within
+rounds. Records are appended to OUT/latency.jsonl; the report is OUT/latency.md and latency.json.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from benchmarks.latency_report import ALONE, PHASES, SKIPPED, phases_of, quantil
 from benchmarks.loads import SHARES, Load
 from harness.shapes import MODELS, model_config, write_model
 
-# Seconds that the server is paused for the burst to come in, and that streams run on after it.
+# Seconds for which the server is paused while the burst comes in, and streams run on after it.
 COME_IN_S, AFTER_S = 1.0, 0.3
 
 
@@ -72,7 +71,7 @@ class Server:
         words += ["--disable-uvicorn-access-log", "--gpu-memory-utilization=0.1"]
         env = {
             "VLLM_CACHE_ROOT": str(WORK / "cache" / variant.build.name),
-            # Without it there is no /pause.
+            # Needed for /pause.
             "VLLM_SERVER_DEV_MODE": "1",
         }
         if arguments.model == "tiny":
@@ -100,7 +99,7 @@ class Server:
 
     @property
     def modes(self) -> list[str]:
-        """Who asks: of its streams, or in the bursts it gets."""
+        """Which of its streams, or of the requests of a burst, ask."""
         if self.variant.flag != "opt-in":
             return [self.variant.flag]
         return ["silent", "all"] if self.burst else list(SHARES)
@@ -124,16 +123,16 @@ class Bench:
         self.prompts = rng.integers(10, self.vocab - 10, shape).tolist()
 
     def left(self) -> float:
-        """Seconds until the end, and never less than a few."""
+        """Seconds until the deadline, at least five."""
         return max(5.0, self.deadline - time.monotonic())
 
     def burst(self, server: Server, asks: bool | None, output: int) -> None:
-        """Have the other process send the burst."""
+        """Tell the other process to send the burst."""
         bodies = [body_of(prompt, output, asks, stream=False) for prompt in self.prompts]
         self.pipe.send((server.url, bodies, self.left()))
 
     async def burst_result(self) -> dict[str, Any]:
-        """What the burst came to. Raises Failure if it failed or takes too long."""
+        """The result of the burst. Raises Failure if it failed or takes too long."""
         ends = time.monotonic() + self.left()
         while not self.pipe.poll():
             if time.monotonic() > ends:
@@ -150,7 +149,7 @@ class Bench:
         await self.burst_result()
 
     async def streams(self, server: Server, mode: str) -> dict[str, Any]:
-        """Streams alone, from their beginning to their end; times in milliseconds."""
+        """Run streams without a burst. Times are in milliseconds."""
         count, output = self.arguments.streams, self.arguments.output
         prompts = np.random.default_rng(6).integers(10, self.vocab - 10, (count, 16)).tolist()
         asks = Load(count, 16, output).asks(mode)
@@ -165,7 +164,7 @@ class Bench:
                 body = body_of(prompt, output, ask, stream=True)
                 async with client.stream("POST", GENERATE, json=body) as answer:
                     async for part in answer.aiter_raw():
-                        # A reader that was late gets several events at once.
+                        # A late reader gets several events at once.
                         arrivals += [time.perf_counter()] * part.count(b"data: {")
                         size += len(part)
                         rows |= b'"routed_experts":"' in part
@@ -184,7 +183,7 @@ class Bench:
         }
 
     async def turn(self, server: Server, mode: str) -> dict[str, Any]:
-        """One burst among the streams; times in milliseconds by phase."""
+        """Run one burst beside the streams. Times are in milliseconds, by phase."""
         arguments = self.arguments
         opt_in = server.variant.flag == "opt-in"
         rng = np.random.default_rng(6)
@@ -200,7 +199,7 @@ class Bench:
                             f"a stream got {answer.status_code}: {await answer.aread()!r}"
                         )
                     async for part in answer.aiter_raw():
-                        # A reader that was late gets several events at once.
+                        # A late reader gets several events at once.
                         own += [time.perf_counter()] * part.count(b"data: {")
 
             tasks = [
@@ -250,7 +249,9 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for records and report")
-    parser.add_argument("--build", action="append", metavar="NAME=PLACE", help="as overhead.py's")
+    parser.add_argument(
+        "--build", action="append", metavar="NAME=PLACE", help="as in benchmarks.overhead"
+    )
     parser.add_argument("--server", action="append", metavar="BUILD:FLAG", help="a server; repeat")
     parser.add_argument(
         "--model", choices=MODELS, default="qwen3-30b-a3b" if Gpu().there else "tiny", help="shape"
@@ -268,7 +269,9 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--together", action="store_true", help="start servers at once instead of in turn"
     )
-    parser.add_argument("--report-only", action="store_true", help="make the report anew")
+    parser.add_argument(
+        "--report-only", action="store_true", help="rebuild the report, run nothing"
+    )
     arguments = parser.parse_args(words)
     arguments.build = arguments.build or ["patched="]
     arguments.server = arguments.server or ["patched:opt-in"]
@@ -296,7 +299,7 @@ def main() -> int:
         tell(f"FAILED: {type(failure).__name__}: {failure}")
         return 1
     except KeyboardInterrupt:
-        tell("stopped by a signal; run again to go on")
+        tell("stopped by a signal; run the same command to continue")
         return 130
     return 0
 

@@ -14,14 +14,14 @@ import numpy as np
 from benchmarks.common import Records, table
 from benchmarks.paired import compare
 
-# Chunks of every stream before the burst: the first are not looked at.
+# Chunks of each stream before the burst: the first are skipped, then these are measured.
 SKIPPED, ALONE = 8, 24
 
 # A server's name and a mode.
 Label = tuple[str, str]
 
 BURST_HEAD = ["Server, burst", "Rounds", "Answers, MB", "Began within, ms", "Took, ms"]
-# Without a burst there is the first alone.
+# Without a burst there is only the first.
 PHASES = {
     "alone": "before the burst",
     "admitted": "the first four steps with it",
@@ -37,7 +37,7 @@ def phases_of(
 
     Args:
         arrivals: when its chunks came, in seconds; a chunk is a step.
-        resumed: when the server was told to go on with the burst.
+        resumed: when the server was resumed with the burst.
         done: when the last answer of the burst had been read.
         output: tokens, and so steps, of the burst.
 
@@ -63,7 +63,7 @@ def quantiles(gaps: Sequence[float]) -> dict[str, float]:
 
 
 def comparisons_of(labels: Sequence[Label]) -> list[tuple[str, Label, Label]]:
-    """What is compared with what: a name, a label and its reference."""
+    """The comparisons: a name, a label and its reference."""
     offs = {server.split()[0]: (server, mode) for server, mode in labels if mode == "off"}
     found = [
         (server, (server, "all"), (server, "silent"))
@@ -73,7 +73,7 @@ def comparisons_of(labels: Sequence[Label]) -> list[tuple[str, Label, Label]]:
     for server, mode in labels:
         reference = offs.get(server.split()[0])
         if mode == "off":
-            # Builds without the flag, against the first of them.
+            # Builds without the flag are compared with the first of them.
             reference = next(iter(offs.values()))
         if reference is not None and reference != (server, mode):
             found.append((f"{server}, {mode} / {reference[0]}", (server, mode), reference))
@@ -81,13 +81,13 @@ def comparisons_of(labels: Sequence[Label]) -> list[tuple[str, Label, Label]]:
 
 
 def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Quantiles by server and mode, by phase, over all rounds; and ratios by rounds: of `all` to
-    `silent` of one server, and of every label to its reference."""
+    """Quantiles by server and mode and by phase, over all rounds; and ratios within rounds: `all`
+    to `silent` of one server, and each label to its reference."""
     turns = [record for record in records if record["kind"] == "turn"]
     versions = [v for r in records if r["kind"] == "start" for v in r["versions"]]
 
     def place(label: Label) -> int:
-        """Rounds go back and forth; servers have the order in which they were given."""
+        """Sort by the order in which servers were given: rounds alternate theirs."""
         return next((i for i, v in enumerate(versions) if v.startswith(label[0] + " ")), 0)
 
     labels = sorted(dict.fromkeys((turn["server"], turn["mode"]) for turn in turns), key=place)
@@ -112,7 +112,7 @@ def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if not pairs or not all(gaps.get(phase) for pair in pairs for gaps in pair):
                 continue
             for quantile in ("p50", "p99"):
-                # Chunks that are read together have no time between them, and no ratio.
+                # Chunks that are read together have no time between them; a ratio needs one.
                 times = [
                     [max(1e-3, quantiles(pair[i][phase])[quantile]) for pair in pairs]
                     for i in (0, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads that are timed, and who asks in which mode."""
+"""The timed loads, and which requests ask in each mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Who asks: in opt-in engines every request says whether it does; others have one mode, the flag's.
+# The share of requests that ask, in opt-in engines. Other engines have one mode, their flag.
 SHARES: dict[str, float] = {"silent": 0.0, "tenth": 0.1, "all": 1.0}
 
 
@@ -22,7 +22,7 @@ class Load:
         output: tokens that each request returns.
         turns: turns of a conversation; a later one repeats the earlier and their answers.
         shared: tokens that all conversations begin with, before `prompt`.
-        decodes: whether most steps only decode: then the step's time is told too.
+        decodes: whether most steps only decode; then the time of a step is reported too.
         share: part of the measuring time.
     """
 
@@ -44,7 +44,7 @@ class Load:
         ]
 
     def later_tokens(self, key: str, vocab: int) -> list[list[int]]:
-        """What a later turn, which the key names, adds to each conversation."""
+        """What the later turn of this key adds to each conversation."""
         rng = np.random.default_rng(zlib.crc32(key.encode()))
         return rng.integers(10, vocab - 10, (self.requests, self.prompt)).tolist()
 
@@ -72,7 +72,7 @@ LOADS: dict[str, Load] = {
     "single": Load(1, 64, 192, decodes=True),
     "turns": Load(16, 256, 32, turns=3, shared=512, share=0.14),
 }
-# Rehearses on a CPU.
+# For a CPU.
 TINY_LOADS: dict[str, Load] = {
     "decode": Load(16, 16, 24, decodes=True, share=0.6),
     "prefill": Load(4, 200, 2),
@@ -82,7 +82,7 @@ TINY_LOADS: dict[str, Load] = {
 
 
 def loads_of(model: str) -> dict[str, Load]:
-    """The loads for a model of `benchmarks.models`."""
+    """The loads for a model of `harness.shapes`."""
     return TINY_LOADS if model == "tiny" else LOADS
 
 

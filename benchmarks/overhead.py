@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routed experts cost: builds of vLLM and settings of the flag, side by side, in turns.
+"""Measures what routed experts cost: builds of vLLM and settings of the flag, in turns.
 
     python -m benchmarks.overhead --out OUT --minutes 8.5 \\
         --build patched=env-patched.sh --engine patched:off --engine patched:opt-in
 
-One engine for each BUILD:FLAG, all of them alive at once on one GPU (the same word twice makes
-two, which shows how engines of one kind differ). Only one runs at a time: every round of a load is
-a turn of each engine, and of each opt-in mode, with the same prompts, in random order, and the next
-round in the reverse order. Ratios are taken within a round.
+There is one engine for each BUILD:FLAG, all at once on one GPU. The same word twice makes two,
+which shows how much engines of one kind differ. Only one runs at a time: a round of a load is a
+turn of each engine, and of each opt-in mode, with the same prompts in random order; the next round
+has the reverse order. Ratios are taken within a round.
 
-Every turn is appended to OUT/records.jsonl; run again, and it goes on there, with the same or
-other engines. OUT/report.md and report.json are made at the end, also when time is up or something
-failed, and with `--report-only`. This process needs no vLLM: each engine has its own.
+Every turn is appended to OUT/records.jsonl; a second run continues there, with the same or other
+engines. OUT/report.md and report.json are written at the end, also when time is up or something
+failed, and with `--report-only`. This process needs no vLLM: each engine has its own process.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from benchmarks.loads import Load, loads_of, modes_of
 from benchmarks.report import write_report
 from harness.shapes import MODELS, model_config
 
-# Kept for stopping the engines and writing the report, seconds.
+# Seconds reserved for stopping the engines and writing the report.
 END_S = 15.0
-# No turn takes longer, unless it hangs.
+# A turn that takes longer hangs.
 TURN_S = 90.0
-# Kept for counting kernels, seconds an engine's mode.
+# Seconds reserved for counting kernels, per mode of an engine.
 KERNELS_S = 12.0
 
 
@@ -74,7 +74,7 @@ class Bench:
         self.engines: list[Engine] = []
         self.gpu = Gpu()
         self.on_gpu = False
-        # Seconds of a round, by load, as last seen; and of all rounds since the start.
+        # Seconds of the last round by load, and of all rounds since the start.
         self.cost: dict[str, float] = {}
         self.spent = dict.fromkeys(self.loads, 0.0)
 
@@ -113,7 +113,7 @@ class Bench:
                 )
                 stack.enter_context(process)
                 self.engines.append(Engine(variant, process, listener))
-            # All import vLLM at once; then engines start in turn, unless told otherwise: so none
+            # All import vLLM at once; then engines start in turn, without --together. So none
             # chooses its kernels while another keeps the GPU busy, and engines of one build share
             # what the first compiled.
             for engine in self.engines:
@@ -193,8 +193,8 @@ class Bench:
         tell(f"{name} {number}: " + ", ".join(sorted(told)))
 
     def measure(self) -> None:
-        """Rounds until there are enough, or time is up: always of the load that is most behind
-        its share of the time."""
+        """Run rounds until there are enough or time is up, always of the load that has used least
+        of its share of the time."""
         names = [variant.name for variant in self.variants]
         wanted = self.arguments.rounds
         reserve = self.kernels_s()
@@ -236,8 +236,8 @@ class Bench:
         return [mode for mode in ("silent", "all") if mode in self.arguments.modes]
 
     def finish(self) -> None:
-        """Memory, and kernels where there is time. Nothing is timed after that: a profiler that
-        once ran may slow launches down."""
+        """Record memory, and kernels if there is time. Nothing is timed afterwards: a profiler that
+        once ran may slow down launches."""
         ends: dict[str, Any] = {
             engine.variant.name: {"memory": engine.ask("memory", 30.0)} for engine in self.engines
         }
@@ -303,7 +303,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--no-kernels", dest="kernels", action="store_false", help="do not count them"
     )
     parser.add_argument(
-        "--report-only", action="store_true", help="make the report anew, run nothing"
+        "--report-only", action="store_true", help="rebuild the report, run nothing"
     )
     arguments = parser.parse_args(words)
     loads = loads_of(arguments.model)
@@ -360,7 +360,7 @@ def main() -> int:
         tell(f"FAILED: {failure}")
         status = 1
     except KeyboardInterrupt:
-        tell("stopped by a signal; run again to go on")
+        tell("stopped by a signal; run the same command to continue")
         status = 130
     return status
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the process that holds the GPU can tell: its memory, and the kernels it runs.
+"""Reads what only the process with the GPU knows: its memory and the kernels that it runs.
 
 vLLM mixes `Probe` into its worker class (`worker_extension_cls`).
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def kernels_of_a_step(few: Counter[str], many: Counter[str], steps: int) -> dict[str, Any]:
-    """Kernels and copies of one step, from what two runs ran of which one has `steps` more."""
+    """Kernels and copies of one step, from two runs of which one has `steps` more."""
     by_name = {name: (many[name] - few[name]) / steps for name in sorted(many)}
     copies = sum(v for n, v in by_name.items() if n.startswith(("Memcpy", "Memset")))
     return {
@@ -43,12 +43,12 @@ class Probe:
         }
 
     def probe_settle(self) -> None:
-        """Collect what is garbage, and let later collections pass over what is left."""
+        """Collect garbage, and exempt the remaining objects from later collections."""
         gc.collect()
         gc.freeze()
 
     def probe_profile_start(self) -> None:
-        """Begin to record what runs on the GPU."""
+        """Start recording what runs on the GPU."""
         import torch
 
         self._probe_profile = torch.profiler.profile(
@@ -57,7 +57,7 @@ class Probe:
         self._probe_profile.__enter__()
 
     def probe_profile_stop(self) -> dict[str, int]:
-        """What ran since: number of runs by kernel's name or kind of copy."""
+        """Number of runs since then, by name of the kernel or kind of copy."""
         import torch
 
         torch.cuda.synchronize()

@@ -27,11 +27,11 @@ class Comparison:
         load: name of the load.
         label: what is compared, in words.
         reference: with what.
-        target: percent it may cost; None where nothing was promised.
+        target: percent that it may cost; None without a target.
         seconds: the difference of a round's time, everything included.
         step: the difference of a decode step's time; None for loads that are not decoding.
         step_us: median microseconds of a step, of the reference and of the label.
-        starts: the seconds' estimate of each start of the engines.
+        starts: `seconds` for each start of the engines.
     """
 
     load: str
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether the target is met, by the ends of the interval."""
+        """Whether the interval is within the target; empty without a target or interval."""
         low, high = self.seconds.low, self.seconds.high
         if self.target is None:
             return ""
@@ -62,7 +62,7 @@ class Comparison:
 
 
 def target_of(load: str, mode: str) -> float | None:
-    """What a mode may cost against the flag off, in percent."""
+    """What a mode may cost compared with the flag off, in percent."""
     if mode == "silent":
         return 0.2
     if mode == "all":
@@ -71,7 +71,7 @@ def target_of(load: str, mode: str) -> float | None:
 
 
 def in_words(label: Label, engine: Record) -> str:
-    """An engine and its mode, as tables name them."""
+    """Name of an engine and mode in tables."""
     return label[0] if label[1] == engine["flag"] else f"{label[0]}, {label[1]}"
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine of one build, which `overhead.py` tells over a socket what to run.
+"""One engine of one build; `overhead.py` commands it over a socket.
 
     python -m benchmarks.worker SOCKET SETTINGS
 
-Messages are lines of JSON. It says hello when vLLM is imported, and waits; then each line
-`{"do": NAME, ...}` calls the method of that name, which answers with one line: a dictionary, which
-has "error" if it failed.
+Messages are lines of JSON. The first message says that vLLM is imported. Then each line
+`{"do": NAME, ...}` calls the method of that name and is answered with one line: a dictionary, with
+"error" if the call failed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from benchmarks.loads import SHARES, Load, loads_of
 from benchmarks.probe import kernels_of_a_step
 from harness.shapes import model_config, write_model
 
-# Output tokens of the two profiled requests: what the second has more is a number of steps.
+# Output tokens of the two profiled requests; the difference is a number of steps.
 FEW, MANY = 8, 24
 
 
 class Engine:
-    """The engine and what the driver can ask of it."""
+    """The engine, and the commands that it takes."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -44,7 +44,7 @@ class Engine:
         self.returned: list[float] = []
 
     def start(self) -> dict[str, Any]:
-        """Start the engine; answers what it is."""
+        """Start the engine. Answers with versions and device."""
         import torch
         import vllm
         from vllm import LLM
@@ -74,7 +74,7 @@ class Engine:
         }
 
     def _forget(self) -> None:
-        """Empty the prefix cache; a step that still runs may hold blocks for a moment."""
+        """Empty the prefix cache; a running step may hold blocks for a moment."""
         for _ in range(100):
             if self.llm.reset_prefix_cache():
                 return
@@ -123,7 +123,7 @@ class Engine:
         asks = what.asks(mode)
         prompts = what.first_prompts(key, self.vocab)
         later = [what.later_tokens(f"{key} {turn}", self.vocab) for turn in range(1, what.turns)]
-        # Wakes the GPU and this engine's caches after another engine's turn.
+        # Warms the GPU and the caches after the turn of another engine.
         self._generate([[11] * 256], [None if mode not in SHARES else False], 8)
         # Every round begins with an empty prefix cache: engines take turns with the same prompts.
         self.llm.collective_rpc("probe_settle")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode in two engines: every row of their joined answers, proven.
+"""Prefill and decode in two engines: compares every row of their joined answers.
 
     python -m demos.disaggregated [--out DIR]
 
-Two `vllm serve` of a small MoE model share KV through files (ExampleConnector), the proxy stands
-before them. Every row of an answer is compared with Hugging Face `transformers`.
+Two `vllm serve` of a small MoE model share KV through files (ExampleConnector), behind the proxy.
+Every row of an answer is compared with Hugging Face `transformers`.
 
-Exit status: 0 shown and proven; 1 not so, with the reason in one sentence; 2 wrong
-arguments; 130 or 143 ended by Ctrl-C or SIGTERM.
+Exit status: 0 all rows agree; 1 failed, with the reason in one sentence; 2 wrong arguments; 130 or
+143 ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from harness.checkpoint import make_checkpoint
 from harness.oracle import Comparison, Oracle, compare
 from harness.server import Server
 
-# The prompts: first tokens of the passages. Blocks have 32: less than one, multiples and others.
+# Lengths of the prompts, cut from the passages. A block has 32 tokens.
 PROMPTS = {"harbour": 160, "sorting": 129, "code": 96, "ledger": 77, "kitchen": 64, "scripts": 20}
 SAMPLING = {"n": 2, "max_tokens": 24, "ignore_eos": True, "temperature": 1.0}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the example with command-line arguments; returns the exit status."""
+    """Run the demo with command-line arguments; returns the exit status."""
     args = _arguments(argv)
     return program.run(lambda console: _show(args, console))
 
@@ -53,7 +53,7 @@ def _show(args: argparse.Namespace, console: Console) -> None:
         checkpoint = make_checkpoint(out / "checkpoint")
     console.print(f"[bold]checkpoint[/]  {escape(str(checkpoint))}")
     storage = out / "kv"
-    shutil.rmtree(storage, ignore_errors=True)  # KV of an earlier run would be found
+    shutil.rmtree(storage, ignore_errors=True)  # the connector would find KV of an earlier run
 
     with ThreadPoolExecutor(1) as background:
         # Loading transformers takes seconds: use those in which the engines start.

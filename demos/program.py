@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the example programs share: how they begin, show a wait, and end."""
+"""Shared by the demos: start, progress, and exit status."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ NEEDED_BYTES = 200 << 20
 
 
 class Failure(Exception):
-    """The program fails; the text is the one sentence that says why."""
+    """The demo failed; the text says why, in one sentence."""
 
 
 class _Signalled(BaseException):
-    """A signal asks the program to end; like KeyboardInterrupt no `Exception`."""
+    """A signal asks the program to end. Like KeyboardInterrupt, it is no `Exception`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def run(body: Callable[[Console], None]) -> int:
-    """Run a program's body and tell how it failed, if it did.
+    """Run the body of a program, and print why it failed if it did.
 
     Returns:
         Exit status: 0 done; 1 failed, with the reason in one sentence; 130 or 128 + n
         ended by Ctrl-C or signal n.
     """
-    # Without a terminal rich assumes 80 columns, too few for the tables.
+    # Without a terminal, rich assumes 80 columns: too few for the tables.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _raise)
@@ -67,7 +67,7 @@ def run(body: Callable[[Console], None]) -> int:
 
 
 def prepare(out: Path) -> dict[str, str]:
-    """Make the output folder, and see that there is a vLLM and room on the disk.
+    """Make the output folder; check that vLLM is installed and the disk has room.
 
     Returns:
         Variables for vLLM's processes.
@@ -75,12 +75,12 @@ def prepare(out: Path) -> dict[str, str]:
     Raises:
         Failure: no vLLM, no folder or no room.
     """
-    # The repository's folder vllm/ also answers to the name, but as a namespace without file.
+    # The folder vllm/ of the repository is importable too, as a namespace without a file.
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise Failure(f"{sys.executable} has no vllm: `make install` installs it")
     if out.exists() and not out.is_dir():
-        raise Failure(f"{out} is a file; --out wants a folder")
+        raise Failure(f"{out} is a file; --out must be a folder")
     out.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out).free
     if free < NEEDED_BYTES:
@@ -88,7 +88,7 @@ def prepare(out: Path) -> dict[str, str]:
             f"{out} has {free / 2**20:,.0f} MiB of free disk space; "
             f"{NEEDED_BYTES / 2**20:,.0f} MiB are needed"
         )
-    # vLLM's and matplotlib's caches go to the build folder too, not into the user's home.
+    # Caches of vLLM and matplotlib go to the build folder, not to the home directory.
     cache = (out / "cache").resolve()
     os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
     return {"VLLM_CACHE_ROOT": str(cache / "vllm")}
@@ -98,7 +98,7 @@ def prepare(out: Path) -> dict[str, str]:
 def serving(
     console: Console, checkpoint: Path, log: Path, args: Sequence[str], env: Mapping[str, str]
 ) -> Iterator[Server]:
-    """A `Server` that tells how long it took to start, and stops at the end."""
+    """Start a `Server`, print how long it took, and stop it at the end."""
     with contextlib.ExitStack() as running:
         with Waiting(console, "starting vllm serve") as waiting:
             server = running.enter_context(
@@ -115,7 +115,7 @@ def serving(
 
 
 class Waiting:
-    """Shows a long wait: a spinner on a terminal, now and then a line in a file."""
+    """Shows progress: a spinner on a terminal, a line every ten seconds in a file."""
 
     EVERY_S = 10.0
 

@@ -3,8 +3,8 @@
 
     completions = generate("http://127.0.0.1:8000", prompt, {"max_tokens": 64, "n": 8})
 
-One file to copy; it needs numpy alone. Whatever the server sends is checked here, so that
-rows which are short, shifted or of another form never reach a trainer.
+One file to copy; it needs only numpy. It checks everything that the server sends, so that rows
+which are missing, shifted or malformed never reach a trainer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ Rows = npt.NDArray[np.uint8 | np.uint16]
 
 
 class RoutedExpertsError(ValueError):
-    """The server gave no answer or not the rows it owes; the text says which, in one
-    sentence."""
+    """The server gave no answer, or wrong or missing rows; the text says which, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,13 @@ class Completion:
             sampled with at temperature 1; empty if none were asked for.
         rows: (P + O - 1 - start, L, K) uint8 or uint16: the K experts that the tokens at
             positions `start` to P + O - 2 took in each of L decoder layers. The last
-            sampled token was never fed, so it has no row.
+            sampled token was never processed and has no row.
         start: position of the first row.
         moe_layers: the decoder layers that route, ascending; rows of all others are zero.
         finish_reason: "stop", "length" or "abort". An aborted completion may have fewer
             rows: those of its first positions.
-        moe_top_k: how many experts each of `moe_layers` takes, if they differ: the first
-            ids of its rows, of which the last one is repeated. None if each takes K.
+        moe_top_k: how many experts each of `moe_layers` takes, if they differ. These are the first
+            ids of its rows; the last one is repeated behind them. None if each takes K.
     """
 
     prompt: tuple[int, ...]
@@ -97,7 +96,7 @@ def generate(
         prompt: P token ids.
         sampling_params: fields of vLLM's `SamplingParams`, for example `max_tokens`, `n`,
             `seed` and `logprobs`.
-        start: position of the first row wanted, 0 to P; leave out rows held already.
+        start: position of the first row wanted, 0 to P. Skip rows that you have already.
         stream: whether the answer comes in chunks, as tokens are sampled. The result is
             the same.
         timeout_s: longest silence of the server.
@@ -106,7 +105,7 @@ def generate(
         One completion for each of the `n` choices, in the order of their index.
 
     Raises:
-        RoutedExpertsError: no answer, an error, or an answer without the rows it owes.
+        RoutedExpertsError: no answer, an error, or an answer with wrong or missing rows.
     """
     extra_args = {"return_routed_experts": True, "routed_experts_prompt_start": start}
     extra_args = {**(sampling_params.get("extra_args") or {}), **extra_args}
@@ -134,14 +133,14 @@ def generate(
     wanted = sampling_params.get("n") or 1
     if len(completions) != wanted:
         raise RoutedExpertsError(f"the answer has {len(completions)} choices; wanted {wanted}")
-    # Later is allowed: rows before it may not exist (prompt KV from another engine).
+    # A later start is allowed: earlier rows may not exist (prompt KV from another engine).
     if early := [c.start for c in completions if c.start < start]:
         raise RoutedExpertsError(f"rows start at position {early[0]}; asked for {start}")
     return completions
 
 
 def join(prompt: Sequence[int], chunks: Iterable[Mapping[str, Any]]) -> list[Completion]:
-    """Read an answer: one whole, or the chunks of a stream in the order they came.
+    """Read an answer: a whole one, or the chunks of a stream in their order.
 
     Args:
         prompt: P token ids, as sent.
@@ -151,8 +150,8 @@ def join(prompt: Sequence[int], chunks: Iterable[Mapping[str, Any]]) -> list[Com
         One completion for each choice, in the order of their index.
 
     Raises:
-        RoutedExpertsError: fields that are missing or of another form than promised, rows
-            that do not join, or another number of them than P + O - 1 - start.
+        RoutedExpertsError: missing or malformed fields, rows that do not join, or a number of rows
+            other than P + O - 1 - start.
     """
     parts: dict[int, list[Mapping[str, Any]]] = {}
     try:
@@ -180,7 +179,7 @@ def decode_rows(text: str) -> Rows:
     """
     try:
         data = io.BytesIO(base64.b64decode(text, validate=True))
-        # Never pickle: it would run what a server sends.
+        # Never unpickle: that would run code from the server.
         rows = np.load(data, allow_pickle=False)
     except binascii.Error as e:
         raise RoutedExpertsError(f"routed_experts is not base64: {e}") from e
@@ -214,7 +213,7 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
     routed = [part for part in parts if part.get("routed_experts") is not None]
     if not routed:
         raise RoutedExpertsError(
-            "the answer has no routed_experts: the server wants --enable-return-routed-experts"
+            "the answer has no routed_experts: start the server with --enable-return-routed-experts"
         )
     start, layers = routed[0]["routed_experts_start"], routed[0]["moe_layers"]
     top_k = routed[0].get("moe_top_k")
@@ -285,5 +284,5 @@ def _events(lines: Iterable[bytes]) -> Iterator[Any]:
     raise RoutedExpertsError("the stream broke off")
 
 
-# Rollout servers are neighbours: whatever the environment says, ask them without a proxy.
+# Rollout servers are in the same network: ignore a proxy of the environment.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python API returns: one prompt through `LLM.generate`, in a process of its own.
+"""Offline use: the rows of one prompt through `LLM.generate`.
 
     python -m examples.offline CHECKPOINT RESULT.json
 
-Writes {"shape": [rows, layers, top-k] or null, "dtype": str, "nonzero": int} of the
-`routed_experts` of the answer. `__main__` runs it against a pristine vLLM.
+Writes {"shape": [rows, layers, top-k] or null, "dtype": str, "nonzero": int} for the
+`routed_experts` of the completion. `make demo-pristine` runs it with vLLM without the series.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEW_TOKENS = 16
 
 
 def main(checkpoint: str, result: str) -> None:
-    """Generate, look at the rows, write the finding to the file `result`."""
+    """Generate, and write shape, dtype and number of nonzero ids to the file `result`."""
     import numpy as np
     from vllm import LLM, SamplingParams
 
@@ -43,6 +43,6 @@ def main(checkpoint: str, result: str) -> None:
     Path(result).write_text(json.dumps(found) + "\n")
 
 
-# vLLM starts its workers by importing this module again: the guard is needed.
+# vLLM imports this module again in its workers: the guard is needed.
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy before a prefill and a decode engine (P/D disaggregation): one answer, all rows.
+"""A proxy for a prefill and a decode engine (P/D disaggregation) that returns all rows.
 
     python -m examples.proxy --prefill URL --decode URL [--port PORT]
 
-It asks the prefill engine for one token, whose answer has the rows of the prompt. Then it asks
-the decode engine, which receives the prompt's KV, for the whole answer. Rows of this one begin
-behind what was received, and `routed_experts_start` says where: those before it are put in front.
-Streamed and not, for /inference/v1/generate, /v1/completions and /v1/chat/completions. Requests
-without rows pass as well.
+The proxy asks the prefill engine for one token; this answer has the rows of the prompt. Then it
+asks the decode engine, which receives the KV of the prompt, for the whole answer. Its rows begin
+after the received tokens, at `routed_experts_start`. The proxy puts the prompt's rows in front. It
+supports /inference/v1/generate, /v1/completions and /v1/chat/completions, streamed or not, with or
+without rows.
 
-Both engines want `--enable-return-routed-experts`. The parameters that the prefill engine's KV
-connector answers with, as NIXL's does, go to the decode engine, and are good for one prompt and one
-choice: requests for more get status 400. A connector that finds KV by its tokens answers none: the
-decode engine is told to receive what there is. Mooncake's connector wants a transfer id and an
-address from its proxy, which this one does not make.
+Start both engines with `--enable-return-routed-experts`. Connectors like NIXL's return
+`kv_transfer_params`, which the proxy passes to the decode engine. They are valid for one prompt and
+one choice, so requests for more get status 400. Connectors that find KV by its tokens return none;
+then the proxy sends `{"do_remote_prefill": true}`. Mooncake's connector needs a transfer id and an
+address from its proxy, which this proxy does not provide.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from examples.client import Rows, decode_rows
 
 GENERATE = "/inference/v1/generate"
 PATHS = (GENERATE, "/v1/completions", "/v1/chat/completions")
-# Headers of a request that both engines get.
+# Request headers that the proxy passes to both engines.
 HEADERS = ("authorization", "x-request-id")
 
 
 class ProxyError(Exception):
-    """The engines' answers make no answer; the text says why, in one sentence."""
+    """The answers of the engines cannot be joined; the text says why, in one sentence."""
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What the prefill engine returned for one prompt of P tokens.
+    """The rows that the prefill engine returned for one prompt of P tokens.
 
     Attributes:
         rows: (P - start, L, K) uint8 or uint16.
@@ -63,7 +63,7 @@ class PromptRows:
 
     @classmethod
     def read(cls, choice: Mapping[str, Any]) -> PromptRows | None:
-        """Of the prefill engine's answer; None if it has no rows.
+        """Read the rows of a choice of the prefill engine; None if it has none.
 
         Raises:
             ProxyError: rows that cannot be read.
@@ -77,11 +77,11 @@ class PromptRows:
             raise ProxyError(f"rows of the prefill engine cannot be read: {e}") from e
 
     def put_before(self, choice: Mapping[str, Any]) -> dict[str, Any]:
-        """Join with the decode engine's rows.
+        """Put these rows before those of the decode engine.
 
         Args:
-            choice: of the decode engine's answer, or of the chunk of a stream with the choice's
-                first rows.
+            choice: of the decode engine's answer, or of the chunk of its stream that has the first
+                rows of the choice.
 
         Returns:
             The choice with contiguous rows from `start` on.
@@ -114,7 +114,7 @@ class PromptRows:
 
 
 class Joiner:
-    """Joins one answer's choices: the n choices of a prompt share its rows."""
+    """Joins the choices of one answer; the n choices of a prompt share its rows."""
 
     def __init__(self, prefilled: Mapping[str, Any], n: int) -> None:
         """Read the prefill engine's answer, which has one choice for each prompt.
@@ -133,7 +133,7 @@ class Joiner:
         self._seen: set[int] = set()
 
     def join(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A choice of the decode engine's answer, or of a chunk, with all rows so far.
+        """Returns a choice of the decode engine's answer, or of a chunk, with the prompt's rows.
 
         Raises:
             ProxyError: as `PromptRows.put_before`, and for rows of the decode engine alone.
@@ -149,10 +149,10 @@ class Joiner:
         return prompt.put_before(choice)
 
     def end(self) -> None:
-        """See that no choice lacks the rows that its prompt has.
+        """Check that no choice lacks the rows of its prompt.
 
         Raises:
-            ProxyError: one does.
+            ProxyError: a choice has none.
         """
         if any(self._prompts) and self._seen - self._joined:
             raise ProxyError("the decode engine returned no rows, the prefill engine did")
@@ -160,7 +160,7 @@ class Joiner:
 
 def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The request for the prefill engine: the same prompts, one token each, not streamed."""
-    # At least one token as well: a request that ends by itself sends no KV.
+    # min_tokens too: a request that ends with a stop token sends no KV.
     short = {"max_tokens": 1, "min_tokens": 1, "n": 1}
     made = {**body, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
     made.pop("stream_options", None)
@@ -171,13 +171,13 @@ def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_body(body: Mapping[str, Any], prefilled: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for the decode engine: as it came, and to receive the prompt's KV."""
+    """The request for the decode engine: the original one, and receive the prompt's KV."""
     params = prefilled.get("kv_transfer_params") or {"do_remote_prefill": True}
     return {**body, "kv_transfer_params": params}
 
 
 def make_app(prefill: str, decode: str) -> FastAPI:
-    """The proxy.
+    """Make the proxy.
 
     Args:
         prefill, decode: URLs of the two engines, without a path.
@@ -185,9 +185,9 @@ def make_app(prefill: str, decode: str) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # Engines are neighbours: no proxy of the environment's. They may think for long, for
-        # many requests at once. A connection is not used again: vLLM closes it after a refusal
-        # without a word, which would fail the request after.
+        # Engines are in the same network: ignore a proxy of the environment. They may take long,
+        # for many requests at once. Never reuse a connection: vLLM closes it after a refusal
+        # without notice, and the next request would fail.
         async with httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=10),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -214,7 +214,7 @@ def make_app(prefill: str, decode: str) -> FastAPI:
             prefilled = first.json()
             joiner = Joiner(prefilled, n)
             if prefilled.get("kv_transfer_params") and joiner.num_choices > 1:
-                # They are those of the first prompt, and good for one reader.
+                # They belong to the first prompt, and only one reader can use them.
                 return _error(
                     400,
                     f"the request is for {joiner.num_choices} choices, and the engines' KV "
@@ -251,7 +251,7 @@ def make_app(prefill: str, decode: str) -> FastAPI:
 
 @contextlib.contextmanager
 def running(prefill: str, decode: str) -> Iterator[str]:
-    """Run the proxy in a thread, on a free loopback port; gives its URL."""
+    """Run the proxy in a thread, on a free loopback port. Yields its URL."""
     config = uvicorn.Config(
         make_app(prefill, decode), host="127.0.0.1", port=0, log_level="warning"
     )
@@ -271,7 +271,7 @@ def running(prefill: str, decode: str) -> Iterator[str]:
 
 
 async def _stream(reply: httpx.Response, joiner: Joiner) -> AsyncIterator[str]:
-    """The decode engine's events with rows joined; an error is an event, as vLLM's own are."""
+    """The events of the decode engine with joined rows. Errors are events, as in vLLM."""
     try:
         async for line in reply.aiter_lines():
             data = line.removeprefix("data: ")
@@ -290,7 +290,7 @@ async def _stream(reply: httpx.Response, joiner: Joiner) -> AsyncIterator[str]:
 
 
 def _join(decoded: Mapping[str, Any], joiner: Joiner) -> dict[str, Any]:
-    """A whole answer, or a chunk of one."""
+    """Join the choices of a whole answer or of a chunk."""
     try:
         return {**decoded, "choices": [joiner.join(choice) for choice in decoded["choices"]]}
     except (KeyError, TypeError, IndexError) as e:
@@ -300,7 +300,7 @@ def _join(decoded: Mapping[str, Any], joiner: Joiner) -> dict[str, Any]:
 
 
 def _pass_on(reply: httpx.Response) -> Response:
-    """An engine's refusal, as it is."""
+    """Pass on the error of an engine unchanged."""
     return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
 
 

@@ -4,11 +4,10 @@
     with replay(model, routes, moe_layers):
         logits = model(token_ids).logits
 
-Only the choice is replayed. The weights of the chosen experts are the model's own: it
-scores and normalises as ever, and gradients flow to its routers. No model code is copied
-or changed: while the context is open, `torch.topk` over the experts' scores answers with
-the given experts. That is the step in which nearly every family of `transformers`
-chooses; a layer that chooses otherwise is an error, never silently left alone.
+Only the selection is replayed. The model computes the weights of the selected experts itself, as
+usual, and gradients reach its routers. No model code is copied or changed: inside the context,
+`torch.topk` over the experts' scores returns the given experts. Nearly every family of
+`transformers` selects experts with it. A layer that selects them in another way is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from examples.client import Completion
 # Configuration fields that count the routed experts.
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
-# In place of an expert: the model chooses for this token itself.
+# Stands for an expert: the model selects the experts of this token itself.
 OWN = -1
 
 
@@ -40,9 +39,9 @@ def replay(
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Make the forward passes inside the context take given experts.
 
-    Layers that are computed again in a backward pass (gradient checkpointing) take them
-    too, if that runs inside the context. A pass takes all tokens of its sequences: this
-    is for training, not for generating with a KV cache.
+    Layers that are computed again in a backward pass (gradient checkpointing) take them too, if the
+    backward pass runs inside the context. A forward pass must have all tokens of its sequences:
+    this is for training, not for generation with a KV cache.
 
     Args:
         model: a causal-LM model of `transformers`.
@@ -57,15 +56,15 @@ def replay(
         in its latest pass.
 
     Raises:
-        ReplayError: routes that the model cannot take; from a forward pass also: other
-            tokens than the routes are for, or layers that route otherwise than
-            `moe_layers` says.
+        ReplayError: routes that do not fit the model; from a forward pass also a number of tokens
+            that does not fit the routes, or layers that route although `moe_layers` does not name
+            them, or the reverse.
     """
     layers = model.get_decoder().layers
     num_experts = _count_experts(model.config.get_text_config())
     _check(routes, moe_layers, len(layers), num_experts)
     own: dict[int, torch.Tensor] = {}
-    # Wrappers of others, for example accelerate's, live on the instance as well.
+    # Other wrappers, for example accelerate's, are on the instance too.
     before = [vars(layer).get("forward") for layer in layers]
     for index, layer in enumerate(layers):
         given = routes[:, :, index].flatten(0, 1) if index in moe_layers else None
@@ -81,8 +80,8 @@ def replay(
 
 
 def pad_routes(completions: Sequence[Completion], length: int) -> torch.Tensor:
-    """Routes of a batch for `replay`. What has no row is `OWN`: padding, the last token of
-    each completion, tokens before its `start`.
+    """Routes of a batch for `replay`. Tokens without a row are `OWN`: padding, the last token of
+    each completion, and tokens before its `start`.
 
     Args:
         completions: B completions, to be padded on the right.
@@ -100,7 +99,7 @@ def pad_routes(completions: Sequence[Completion], length: int) -> torch.Tensor:
 
 
 class _Choice(TorchFunctionMode):
-    """Within one pass of one layer: the router's top-k becomes the given experts."""
+    """Replaces the router's top-k by the given experts, in one pass of one layer."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class _Choice(TorchFunctionMode):
         if func is not torch.topk and func is not torch.Tensor.topk:
             return result
         scores = args[0]
-        # Some routers choose groups of experts first.
+        # Some routers select groups of experts first.
         if scores.ndim != 2 or scores.shape[-1] != self.num_experts:
             return result
         self.choices += 1
@@ -132,8 +131,8 @@ class _Choice(TorchFunctionMode):
     def _take(
         self, given: torch.Tensor, scores: torch.Tensor, own: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and ids of the given experts. Where they are the model's own set, in its
-        order, so that not a bit changes."""
+        """Scores and ids of the given experts. Where they equal the model's own set, they keep its
+        order, so that results are bitwise equal."""
         tokens, k = own.shape
         if len(given) != tokens or given.shape[1] < k:
             raise ReplayError(
@@ -167,7 +166,7 @@ def _forward(
 
 def _count_experts(config: Any) -> int:
     if getattr(config, "topk_method", None) == "group_limited_greedy":
-        # It gives experts of other groups no weight at all.
+        # It gives experts of other groups no weight.
         raise ReplayError("a router of topk_method 'group_limited_greedy' cannot be replayed")
     for field in EXPERTS:
         if isinstance(count := getattr(config, field, None), int):

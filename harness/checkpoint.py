@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random MoE checkpoints: real architectures, real safetensors, a local tokenizer.
 
-Nothing is downloaded. `make_checkpoint` gives the same bytes for the same settings, and
-reuses what is there when it was made of them.
+Nothing is downloaded. `make_checkpoint` gives the same bytes for the same settings, and reuses a
+checkpoint with these settings.
 
 A family is one entry of `FAMILIES`: the classes in `transformers`, the small sizes, and
 where its routers are (which `oracle.py` hooks).
@@ -36,9 +36,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# Sizes all families share. 1 / sqrt(hidden) keeps activations of order one, so that what a
-# layer does shows in the next layer's routing: with the usual 0.02 every token would take
-# the same experts wherever it stands, and a row at the wrong position would look right.
+# Sizes that all families share. An initializer range of 1 / sqrt(hidden) keeps activations of order
+# one, so that each layer changes the routing of the next. With the usual 0.02 a token would take
+# the same experts at any position, and a row at the wrong position would look right.
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -80,7 +80,7 @@ class Family:
     dtype: str = "float32"
 
 
-# On a CPU vLLM wants VLLM_MLA_DISABLE=1 for these. Its attention then differs from
+# On a CPU vLLM needs VLLM_MLA_DISABLE=1 for these. Its attention then differs from
 # transformers': rows need another oracle there, the router's logits of the same forward.
 _MLA = {
     "q_lora_rank": None,
@@ -166,7 +166,7 @@ FAMILIES: dict[str, Family] = {
         model="DeepseekV3ForCausalLM",
         router="mlp.gate",
         experts="n_routed_experts",
-        # transformers' class knows no other way; vLLM wants to be told.
+        # transformers' class has no other method; vLLM reads it from the configuration.
         settings={**_SHARED, **_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         scores="sigmoid",
         router_std=0.125,
@@ -218,7 +218,7 @@ def make_checkpoint(
     """Make a random checkpoint at `path`, or reuse the one there if it is the same.
 
     Args:
-        path: folder of the checkpoint. It is made anew when its settings differ, and all
+        path: folder of the checkpoint. It is replaced if its settings differ, and all
             at once: another process never sees half of one.
         family: a key of `FAMILIES`.
         seed: of all weights.
@@ -311,7 +311,7 @@ def _write_model(path: Path, spec: Family, settings: Mapping[str, Any]) -> None:
     import transformers
 
     config_class = getattr(transformers, spec.config)
-    # The table's own fields count as known: some are read by models, not by the class.
+    # Fields of the table are known too: some are read by models, not by the configuration class.
     known = {*vars(config_class()), *COMMON, *spec.settings}
     unknown = [k for k in settings["config"] if k not in known]
     if unknown:
@@ -326,7 +326,7 @@ def _write_model(path: Path, spec: Family, settings: Mapping[str, Any]) -> None:
                 if not name.endswith("." + spec.router):
                     continue
                 router.weight.normal_(std=settings["router_std"])
-                # A zero bias would not show whether it takes part in the choice.
+                # A zero bias would not show whether the router uses it.
                 bias = getattr(router, "e_score_correction_bias", None)
                 if bias is not None:
                     bias.uniform_(-0.05, 0.05)
@@ -344,7 +344,7 @@ def _write_tokenizer(path: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        # Their ids are 0 to 3, in this order: the model's configuration counts on it.
+        # Their ids are 0 to 3, in this order: the configuration of the model uses them.
         special_tokens=[END, BEGIN_TURN, END_TURN, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -13,21 +13,21 @@ def environment() -> dict[str, str]:
     """Variables of an engine there; its workers import from the repository."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        # NVLink multicast stays off, whatever starts the processes.
+        # NVLink multicast stays off.
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "NVSHMEM_DISABLE_NVLS": "1",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # Without a network, vLLM finds no address of its own.
+        # Without a network, vLLM finds no address.
         "VLLM_HOST_IP": "127.0.0.1",
         "PYTHONPATH": os.pathsep.join(path),
     }
 
 
 def data_parallel(rank: int, size: int, port: int) -> dict[str, str]:
-    """Variables that join an offline engine to the others of its data parallel group; none for a
-    single one. `port` is the first of some free ones."""
+    """Variables that make an offline engine one rank of a data parallel group of `size`; none for a
+    single engine. `port` is the first of several free ports."""
     if size == 1:
         return {}
     return {

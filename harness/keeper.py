@@ -3,16 +3,15 @@
 
     python keeper.py COMMAND ARG...
 
-Standard input is a pipe that the caller holds open and never writes to. When it closes
-(the caller lets go, or dies by any signal, also SIGKILL), or when the command ends by
-itself, everything the command started is ended: politely, then by force. The keeper adopts
-orphans of the command (PR_SET_CHILD_SUBREAPER), so that also a grandchild whose parent
-died, or that moved to a session of its own, is found. It exits with the command's status.
+Standard input is a pipe that the caller holds open and never writes to. When it closes (the caller
+closes it, or dies by any signal, also SIGKILL), or when the command ends, the keeper ends
+everything that the command started: with SIGTERM, then with SIGKILL. It adopts orphans of the
+command (PR_SET_CHILD_SUBREAPER), so it finds grandchildren whose parent died or that moved to
+another session. It exits with the status of the command.
 
-Only SIGKILL sent to the keeper itself defeats it: then the command still dies with it, but
-what the command started is left to the command's own care.
+SIGKILL to the keeper itself still ends the command, but not what the command started.
 
-Linux only; standard library only, so that it starts in a moment.
+Linux only. It uses the standard library alone, so it starts fast.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 6.0  # between asking and forcing; vLLM takes 3 to 4
+GRACE_S = 6.0  # between SIGTERM and SIGKILL; vLLM takes 3 to 4
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -56,7 +55,7 @@ def _signal_all(pids: list[int], number: signal.Signals) -> None:
 
 
 def _reap() -> dict[int, int]:
-    """Wait for every child that has ended; their ids and exit statuses."""
+    """Reap every child that has ended. Returns their ids and exit statuses."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -73,7 +72,7 @@ def main(command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     stop_read, stop_write = os.pipe()
     os.set_blocking(stop_write, False)
-    # Any of these means the same as a closed pipe; a handler's write wakes `select`.
+    # Each of these means the same as a closed pipe; the write of a handler wakes `select`.
     signal.set_wakeup_fd(stop_write)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
@@ -82,7 +81,7 @@ def main(command: list[str]) -> int:
     keeper = os.getpid()
 
     def before_exec() -> None:
-        # Should the keeper itself be killed, at least the command does not outlive it.
+        # If the keeper is killed, the command dies with it.
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(1)
@@ -108,7 +107,7 @@ def main(command: list[str]) -> int:
     asked: set[int] = set()
     while children := _children():
         force = time.monotonic() > deadline
-        # Ask each one once: a second SIGTERM would cut short an orderly end.
+        # One SIGTERM each: a second one would cut an orderly end short.
         _signal_all(
             children if force else [p for p in children if p not in asked],
             signal.SIGKILL if force else signal.SIGTERM,

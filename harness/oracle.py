@@ -35,7 +35,7 @@ class Routes:
         num_layers: number of all decoder layers, dense ones included.
         ids: (M, T, K) int, the chosen experts, sorted by id. A layer that chooses fewer
             than K repeats its last one.
-        scores: (M, T, E) float32, what the choice is made by; logits unless the family says
+        scores: (M, T, E) float32, what the experts are chosen by; logits unless the family says
             otherwise. Experts outside the chosen groups are -inf.
     """
 
@@ -185,7 +185,7 @@ class Oracle:
 
         if not isinstance(output, tuple):  # a plain linear layer: its output is the logits
             ids, scores = output.topk(self._top_ks[layer], dim=-1).indices, output
-        else:  # a router that chooses itself: take its own choice, and the scores behind it
+        else:  # a router that chooses itself: take its choice and its scores
             ids = next(o for o in output if not o.is_floating_point())
             hidden = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
             scores = F.linear(hidden, router.weight.float(), getattr(router, "bias", None))
@@ -247,7 +247,7 @@ def compare(
     margin = routes.margin[:, span]
     kth = np.where(want, scores, np.inf).min(axis=-1, keepdims=True)
     tied = np.abs(scores - kth) < tie
-    # A set of another size is wrong whatever the scores.
+    # A set of another size is always wrong.
     same_size = got.sum(axis=-1) == want.sum(axis=-1)
     wrong = (differ & ~tied).any(axis=-1) | ~same_size  # (M, R)
 

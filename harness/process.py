@@ -22,7 +22,7 @@ KEEPER = Path(__file__).with_name("keeper.py")
 _SPEAKER = re.compile(r"^\([^)]*\) ")
 _LEVEL = re.compile(r"^[A-Z]+ \d\d-\d\d [\d:]+ \[[^]]*\] ?")
 
-# What every vLLM runs with: quietly, and without a network.
+# Every vLLM runs with these: little output, no network.
 QUIET: dict[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -32,18 +32,18 @@ QUIET: dict[str, str] = {
     "VLLM_LOGGING_COLOR": "0",
     "NO_COLOR": "1",
 }
-# What every vLLM of the demo runs with.
+# Every vLLM of demos and tests runs with these.
 ENVIRONMENT: dict[str, str] = {
     **QUIET,
-    # vLLM compiles one small sampling function even with --enforce-eager: 10 to 25 s, most
-    # of it spent asking a C++ compiler, which need not be there, for its vector units.
+    # vLLM compiles one small sampling function even with --enforce-eager. This takes 10 to 25 s and
+    # needs a C++ compiler.
     "TORCH_COMPILE_DISABLE": "1",
 }
 
 
 class Kept:
-    """A child process under the keeper: it ends, with all its descendants, at the latest
-    when the caller does, however that comes about. A context manager."""
+    """A child process that ends, with all its descendants, at the latest when the caller ends. A
+    context manager; `keeper.py` does the work."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Kept:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=self.env,
-                # Out of the terminal's reach: Ctrl-C is for the caller, which then lets go.
+                # Ctrl-C reaches only the caller, which then ends this process.
                 start_new_session=True,
             )
         return self
@@ -94,23 +94,23 @@ class Kept:
 
     @property
     def pid(self) -> int:
-        """The keeper's id: all others are its descendants."""
+        """The process id of the keeper; all other processes are its descendants."""
         assert self._keeper is not None, "not started"
         return self._keeper.pid
 
     def poll(self) -> int | None:
-        """The command's exit status once it and all it started have ended, else None."""
+        """The exit status of the command after it and its descendants have ended, else None."""
         assert self._keeper is not None, "not started"
         return self._keeper.poll()
 
     def let_go(self) -> None:
-        """Ask it to end, with everything it started, and do not wait."""
+        """End the command and its descendants without waiting."""
         if self._keeper is not None and self._keeper.stdin is not None:
             with contextlib.suppress(OSError):
-                self._keeper.stdin.close()  # the keeper's sign to end everything
+                self._keeper.stdin.close()  # tells the keeper to end everything
 
     def stop(self) -> None:
-        """End it and everything it started; returns when all of it is gone."""
+        """End the command and its descendants, and wait until they are gone."""
         if self._keeper is None:
             return
         self.let_go()
@@ -118,7 +118,7 @@ class Kept:
         self._keeper = None
 
     def last_line(self) -> str:
-        """The log's last line that says what goes on, without prefix; warnings do not."""
+        """The last line of the log that is no warning, without its prefix."""
         for line in reversed(self.tail(40).splitlines()):
             plain = _SPEAKER.sub("", line)
             if not re.match(r"\s|W\d{4} |\[?W|.*(Warning|Error|Traceback)|$", plain):
@@ -133,11 +133,11 @@ class Kept:
             return ""
         plain = [_LEVEL.sub("", _SPEAKER.sub("", line)) for line in lines]
         for line, following in itertools.zip_longest(plain, plain[1:], fillvalue=""):
-            # Any end of a worker on a machine without GPU says that: no reason for it.
+            # Workers on a machine without a GPU always end with this line.
             if "Found no NVIDIA driver" in line:
                 continue
             if re.match(r"[\w.]*(Error|Exception): |\S+( serve)?: error: ", line):
-                # Pydantic says what is wrong only on the next line.
+                # Pydantic gives the reason on the next line.
                 told = following if "validation error" in line else line
                 return told.split(" [type=")[0].strip()
         return ""
@@ -155,9 +155,9 @@ class Kept:
 
 
 def free_port() -> int:
-    """A loopback port that nobody uses now. Servers take theirs seconds later: it lies below
-    those that Linux gives to whoever asks for any."""
-    chance = random.SystemRandom()  # engines of this process seed the other one
+    """A free loopback port. A server binds it seconds later, so it lies below the ports that Linux
+    assigns by itself."""
+    chance = random.SystemRandom()  # engines in this process seed the default generator
     while True:
         port = chance.randrange(20000, 32768)
         with socket.socket() as s, contextlib.suppress(OSError):

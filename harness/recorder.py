@@ -4,8 +4,8 @@
     LLM(..., enforce_eager=True, worker_extension_cls="harness.recorder.Recorder")
     llm.collective_rpc("record_start")
     ...
-    logits = take(llm)  # one rank, one request at a time: a position has one token then
-    llm.collective_rpc("record_flush", args=("/folder/prefix",))  # any number of either
+    logits = take(llm)  # for one rank and one request at a time
+    llm.collective_rpc("record_flush", args=("/folder/prefix",))  # for any number
 
 With `record_flush` a rank writes `<prefix>-dp<d>-pp<p>-tp<t>.npz`. Its `meta` is JSON: the ranks,
 and for each step the requests' first tokens and where each request's tokens begin. The other arrays
@@ -40,7 +40,7 @@ class Recorder:
     model_runner: Any
 
     def record_start(self) -> int:
-        """Record from now on; the number of this rank's routers."""
+        """Start recording. Returns the number of routers of this rank."""
         runner = self.model_runner
         model = runner.get_model()
         steps: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ class Recorder:
         return routers
 
     def record_flush(self, prefix: str) -> bool:
-        """Write what was recorded; whether EPLB has moved experts since the start."""
+        """Write the record. Returns whether EPLB has moved experts since the start."""
         from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
 
         ranks = {
@@ -120,8 +120,8 @@ class Recorder:
         return taken
 
     def spread_routers(self, std: float) -> None:
-        """Give the routers random weights, equal on all ranks: those of the dummy format send
-        every token the same way."""
+        """Give the routers random weights, equal on all ranks. Dummy weights route every token
+        alike."""
         for name, module in self.model_runner.get_model().named_modules():
             if match := GATE.search(name):
                 generator = torch.Generator().manual_seed(int(match[1]))

@@ -31,11 +31,10 @@ from harness.process import Kept, free_port
 # (rows, layers, top-k): the experts that tokens chose.
 Rows = npt.NDArray[np.uint8 | np.uint16]
 
-# Called while waiting, about ten times a second, with the seconds so far and the log's
-# last line.
+# Called about ten times a second while waiting, with the seconds so far and the last log line.
 Progress = Callable[[float, str], None]
 
-# The smallest engine that still shows everything: eager, and little memory.
+# A small engine: eager, with little memory.
 ARGUMENTS: tuple[str, ...] = (
     "--dtype=float32",
     "--enforce-eager",
@@ -139,7 +138,7 @@ class Server(Kept):
         """POST JSON and read JSON.
 
         Raises:
-            ServerError: no answer in time, or a status other than 200 (its text is told).
+            ServerError: no answer in time, or a status other than 200 (the message has its text).
         """
         request = urllib.request.Request(
             self.url + path,
@@ -182,7 +181,7 @@ class Server(Kept):
                 )
             with contextlib.suppress(ServerError):
                 self._open(health, 1.0)
-                # Somebody else could have taken the port before the child did.
+                # Another program could have taken the port before the server.
                 if self.checkpoint in self.get("/v1/models"):
                     return
             if waited > self.timeout_s:
@@ -199,7 +198,7 @@ def read_answer(prompt: Sequence[int], reply: Mapping[str, Any]) -> Answer:
     """Read a reply of `/inference/v1/generate`, rows included if there are any.
 
     Raises:
-        ServerError: fields are missing or of another form than promised.
+        ServerError: fields are missing or have another form.
     """
     try:
         choice = reply["choices"][0]
@@ -232,5 +231,5 @@ def decode_rows(text: str) -> Rows:
     return rows
 
 
-# Loopback needs no proxy, whatever the environment says.
+# Never use a proxy of the environment for loopback.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -113,8 +113,7 @@ def prompts(encode: Callable[[str], list[int]], chunk: int) -> list[Prompt]:
         assert len(part) == stop - start, f"the passage {name!r} is too short"
         return part
 
-    # Alone in the engine, so that its chunks are those of its own length: the picture
-    # shows it.
+    # Alone in the engine, so that chunks depend on its length only: the picture shows it.
     first = Prompt("harbour", cut("harbour", 0, 3 * chunk - 12), 48, wave=0)
     together = [
         Prompt("sorting", cut("sorting", 0, 240), 24, wave=1),
@@ -126,7 +125,7 @@ def prompts(encode: Callable[[str], list[int]], chunk: int) -> list[Prompt]:
         Prompt("less than a chunk", cut("kitchen", 70, 110), 16, wave=1),
         Prompt("one token", cut("ledger", 160, 161), 32, wave=1),
     ]
-    # After the others: what they left in the prefix cache would be hit.
+    # After the others, to hit the prefix cache.
     repeats = [
         Prompt("harbour's prefix", first.token_ids[:160] + cut("kitchen", 30, 90), 24, wave=2),
         Prompt("sorting again", together[0].token_ids, 24, wave=2),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For trainers: a client that reads routed experts, and a model that replays them."""
+"""Route replay, measured on a small MoE model."""

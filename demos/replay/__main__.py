@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Route replay, measured: a trainer with and without the routes of the server that sampled.
+"""Measures route replay: a trainer with and without the routes of the server that sampled.
 
     python -m demos.replay [--out DIR] [--router-std S]
 
 vLLM samples in float32; a Hugging Face model computes the log-probs of the same tokens in
 bfloat16, once with experts of its own choice and once with the server's.
 
-Exit status: 0 shown, and replay is nearer; 1 not so, with the reason in one sentence; 2
-wrong arguments; 130 or 143 ended by Ctrl-C or SIGTERM.
+Exit status: 0 replay is nearer; 1 failed, with the reason in one sentence; 2 wrong arguments; 130
+or 143 ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from examples.client import Completion, generate
 from harness import text
 from harness.checkpoint import make_checkpoint
 
-# A small Qwen3-MoE. Its weights are bfloat16 numbers, as published ones are: server and
-# trainer hold the same ones, and only compute differently.
+# A small Qwen3-MoE. Its weights are bfloat16 numbers, as published ones are: server and trainer
+# have equal weights and differ only in how they compute.
 MODEL: dict[str, Any] = {
     "dtype": "bfloat16",
     "num_hidden_layers": 8,
     "num_experts": 32,
     "moe_intermediate_size": 32,
 }
-# Inputs of a router are normalised, of size 64: this gives logits of standard deviation 1.
+# Inputs of a router are normalised and have size 64: this gives logits of standard deviation 1.
 ROUTER_STD = 0.125
 
-# The prompts: first tokens of the passages.
+# Lengths of the prompts, cut from the passages.
 PROMPTS = {"harbour": 160, "sorting": 128, "code": 96, "ledger": 80, "kitchen": 64, "scripts": 48}
 SAMPLING: dict[str, Any] = {
     "n": 8,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the comparison says, as a table on the terminal and as a record to keep."""
+"""The result of the comparison, as a table on the terminal and as a record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Result:
     gain: Gain
 
 
-# Float32 on both sides leaves rounding: far less than this part of what bfloat16 does.
+# With float32 on both sides only rounding is left: less than this part of bfloat16's distance.
 MAX_CONTROL = 0.1
 
 WAYS = ("float32,\nown routes", "bfloat16,\nown routes", "bfloat16,\nserver's routes")
@@ -77,7 +77,7 @@ def verdict(result: Result) -> str:
 
 
 def faults(result: Result) -> list[str]:
-    """Every reason, a clause each, why the comparison fails; empty if it passes."""
+    """The reasons why the comparison fails, one clause each; empty if it passes."""
     found = []
     if result.control.mean > MAX_CONTROL * result.replayed.mean:
         found.append(f"even in float32 the mean distance is {result.control.mean:.2g}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: true expert routing of a small MoE model, end to end on a CPU."""
+"""The demo: the expert routing of a small MoE model, end to end on a CPU."""

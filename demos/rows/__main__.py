@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: serve a small MoE model, get every token's experts over HTTP, prove them true.
+"""The demo: serve a small MoE model, get the experts of every token over HTTP, and check them.
 
     python -m demos.rows [--out DIR] [--corrupt | --pristine]
 
-Exit status: 0 shown and proven; 1 not so, with the reason in one sentence; 2 wrong
-arguments; 130 or 143 ended by Ctrl-C or SIGTERM. No process is left behind in any case.
+Exit status: 0 all rows agree; 1 failed, with the reason in one sentence; 2 wrong arguments; 130 or
+143 ended by Ctrl-C or SIGTERM. No process is left behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness.server import Answer, Rows
 CHUNK = 64  # tokens per engine step: longer prompts are prefilled in pieces
 MOST_TOLD = 5  # disagreements named one by one
 
-# Greedy, but a random model would repeat one token for ever: forbid that mildly.
+# Greedy, with a penalty: a random model would repeat one token forever.
 SAMPLING = {"temperature": 0.0, "ignore_eos": True, "repetition_penalty": 1.3}
 
 
@@ -111,7 +111,7 @@ def _ask(
     env: dict[str, str],
     console: Console,
 ) -> list[Answer]:
-    """Start a server, send it the prompts wave by wave, stop it. Answers in order."""
+    """Start a server, send it the prompts wave by wave, and stop it. Returns answers in order."""
     args = [
         "--enable-return-routed-experts",
         "--enable-prefix-caching",
@@ -145,7 +145,7 @@ def _ask(
 
 
 def _look_offline(checkpoint: Path, out: Path, env: dict[str, str], console: Console) -> str:
-    """What `LLM.generate` returns in this vLLM, as the end of a sentence."""
+    """What `LLM.generate` of this vLLM returns, as the end of a sentence."""
     result = out / "offline.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "examples.offline", str(checkpoint), str(result)]
@@ -207,7 +207,7 @@ def _tell_disagreements(
 def _corrupt(prompt: text.Prompt, rows: Rows, oracle: Oracle, console: Console) -> Rows:
     """A copy with one id replaced by an expert that its row does not have."""
     rows = rows.copy()
-    position = len(prompt.token_ids) + prompt.max_tokens // 2  # amid the generated tokens
+    position = len(prompt.token_ids) + prompt.max_tokens // 2  # among the generated tokens
     layer = oracle.layers[-1]
     ids = rows[position, layer]
     old, new = int(ids[0]), next(e for e in range(oracle.num_experts) if e not in ids)

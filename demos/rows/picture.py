@@ -85,7 +85,7 @@ def draw(
 
         figure.text(
             left, 1 - 0.4 / height, f"Each token picks {top_k} of {experts} experts, "
-            f"in every layer anew", size=21, weight="bold", va="center",
+            f"in every layer", size=21, weight="bold", va="center",
         )  # fmt: skip
         figure.text(
             left, 1 - 0.79 / height, f"Routing of a small random Qwen3-MoE, returned by vLLM "

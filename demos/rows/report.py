@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the captured rows say: use of the experts per layer, the table and the verdict."""
+"""Use of the experts per layer, the table and the verdict."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def summary(comparison: Comparison) -> str:
 
 
 def faults(comparison: Comparison, uses: Sequence[LayerUse]) -> list[str]:
-    """Every reason, a clause each, why the demo fails; empty if it passes."""
+    """The reasons why the demo fails, one clause each; empty if it passes."""
     c, found = comparison, []
     if c.agree < c.rows:
         bad, first = c.rows - c.agree, c.disagreements[0]

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous EPLB on two GPUs (DP 2, EP 2) beside the same without EPLB, and its worker killed.
+"""Asynchronous EPLB on two GPUs (DP2, EP2), compared with the same engines without EPLB; then its
+worker thread is killed.
 
     python -m gpu.eplb --out DIR
 
-Each rank is an offline engine in a process of its own, on a small random checkpoint with spread
-routers, in float32 without TF32: where experts are placed decides in which order two GPUs' sums are
-added, which in bfloat16 would be enough to route a token otherwise. Both modes get the same
-prompts, all at once, so their batches are the same. Then rank 0's worker thread is killed, and both
-ranks' engines must raise its error and end.
+Each rank is an offline engine in its own process, with a small random checkpoint in float32 without
+TF32. The placement of experts decides in which order the sums of two GPUs are added; in bfloat16
+that would be enough to route a token differently. Both modes get the same prompts at once, so their
+batches are equal. Then rank 0's worker thread is killed, and the engines of both ranks must raise
+its error and end.
 
-`--device cpu` rehearses all of it: vLLM has no EPLB there, so one of other weights stands beside
-the model, and its rebalances change nothing of the outputs.
+`--device cpu` tests the program itself. vLLM has no EPLB on a CPU, so EPLB runs there on weights
+that the model does not use, and changes no output.
 
-Writes `off-<rank>.json`, `on-<rank>.json` with `.npz` beside them, logs, and `result.json`, which
-holds what was found and `"good"`; the exit status is 0 if it is true. A rank that fails ends the
-run, and the last lines of all logs are told. Everything is bounded: ``--minutes`` for all.
+Writes `off-<rank>.json` and `on-<rank>.json` with `.npz` files, logs, and `result.json` with the
+findings and `"good"`; the exit status is 0 if that is true. If a rank fails, the run ends and
+prints the last lines of all logs. `--minutes` limits the whole run.
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ PASSED_ON = (
 
 ENVIRONMENT = {
     **hosts.environment(),
-    # The engine's core in this process, so that its errors arrive with their text.
+    # Runs the engine core in this process, so that its errors keep their text.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Triton would round float32 factors to TF32: noise of another order of sums, multiplied.
+    # Triton would round float32 factors to TF32, which multiplies the noise of another order of
+    # sums.
     "TRITON_F32_DEFAULT": "ieee",
 }
 
 
 def prompts(rank: int, round_: int, count: int) -> list[list[int]]:
-    """Another part of the vocabulary in each round, so that the load moves."""
+    """Each round takes another part of the vocabulary, so that the expert load moves."""
     rng = np.random.default_rng(100 * round_ + rank)
     first = 4 + 150 * (round_ % 4)
     return [rng.integers(first, first + 150, rng.integers(16, 200)).tolist() for _ in range(count)]
@@ -108,8 +110,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def choose_tiles(folder: Path) -> None:
-    """One choice for all batches and both numbers of local experts: then sums over weights have
-    one order. Small, since float32 that is not TF32 is multiplied without tensor cores."""
+    """Use the same tiles for all batches and both numbers of local experts, so that sums have one
+    order. Tiles are small because float32 without TF32 uses no tensor cores."""
     from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
 
     tiles = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
@@ -130,7 +132,7 @@ def generate(llm: Any, args: argparse.Namespace, round_: int) -> list[Any]:
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """One rank, in a process of its own."""
+    """Run one rank in its own process."""
     faulthandler.dump_traceback_later(60 * args.minutes, exit=True)
     from vllm import LLM
 
@@ -174,8 +176,8 @@ def run_rank(args: argparse.Namespace) -> None:
         llm.llm_engine.engine_core.shutdown()
         found["shutdown_s"] = round(time.monotonic() - start, 1)
     (args.out / f"{args.mode}-{args.rank}.json").write_text(json.dumps(found, indent=1))
-    # A rank that leaves takes its collectives along, and groups of one that has raised are not
-    # worth an orderly end.
+    # A rank that ends breaks the collectives of the others, and groups of a failed rank cannot be
+    # shut down in order.
     while not all((args.out / f"{args.mode}-{r}.json").exists() for r in range(WORLD_SIZE)):
         time.sleep(0.05)
     sys.stdout.flush()
@@ -206,7 +208,7 @@ def run_mode(mode: str, args: argparse.Namespace, deadline: float) -> list[dict[
         while any(rank.poll() is None for rank in ranks):
             time.sleep(0.2)
             if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
-                # The others would wait for it.
+                # The others would wait for it forever.
                 break
         if not all(file.exists() for file in files):
             for number, rank in enumerate(ranks):
@@ -216,7 +218,7 @@ def run_mode(mode: str, args: argparse.Namespace, deadline: float) -> list[dict[
 
 
 def compare(args: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """Sequences without and with EPLB, and rows of the tokens that both have in common."""
+    """Compare sequences without and with EPLB, and the rows of sequences that are equal."""
     off, on = (np.load(args.out / f"{mode}-{rank}.npz") for mode in ("off", "on"))
     same_prompts = np.array_equal(off["prompt_lens"], on["prompt_lens"])
     equal = (off["tokens"] == on["tokens"]).all(axis=1)
@@ -224,7 +226,7 @@ def compare(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     rows = []
     for data in (off, on):
         sequences = np.split(data["rows"], bounds)
-        # Nothing, in front, so that there is something if no sequence is equal.
+        # The empty array lets `concatenate` work if no sequence is equal.
         chosen = [data["rows"][:0], *(s for s, same in zip(sequences, equal, strict=True) if same)]
         rows.append(np.sort(np.concatenate(chosen), -1))
     return {
@@ -240,7 +242,7 @@ def compare(args: argparse.Namespace, rank: int) -> dict[str, Any]:
 def judge(
     args: argparse.Namespace, on: list[dict[str, Any]], compared: list[dict[str, Any]]
 ) -> Any:
-    """What must be true, by name."""
+    """The conditions, by name, and whether each holds."""
     verdict = {
         "outputs equal": all(c["equal_sequences"] >= LEAST_EQUAL_SEQUENCES for c in compared),
         "rows equal": all(

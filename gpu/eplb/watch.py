@@ -43,7 +43,7 @@ class Watch:
         eplb_state._move_to_workspace = counted_move
 
     def eplb_found(self) -> dict[str, Any]:
-        """The counts, the map and how its thread is."""
+        """The counts, the expert map, and the state of the worker thread."""
         state = self.model_runner.eplb_state
         (model_state,) = state.model_states.values()
         return {
@@ -55,15 +55,15 @@ class Watch:
         }
 
     def kill_eplb_thread(self) -> None:
-        """It ends as soon as it runs again."""
+        """Kill the worker thread: it ends as soon as it runs again."""
         worker = self.model_runner.eplb_state.async_worker
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(worker.ident), ctypes.py_object(SystemExit)
         )
 
     def stand_in_eplb(self, config: dict[str, Any], num_experts: int, num_layers: int) -> None:
-        """For a rehearsal: vLLM's EPLB on a CPU, of other weights than the model's, with random
-        loads. Streams and events are done at once."""
+        """Run vLLM's EPLB on a CPU, on weights that the model does not use, with random loads.
+        Streams and events finish at once."""
         from vllm.config.parallel import EPLBConfig
         from vllm.distributed import parallel_state
         from vllm.distributed.eplb.eplb_state import EplbState
@@ -108,7 +108,7 @@ class Watch:
 
 
 class Stream:
-    """What is launched on it is done."""
+    """A stream whose work is done as soon as it is launched."""
 
     def __init__(self, device: Any = None) -> None:
         pass
@@ -118,7 +118,7 @@ class Stream:
 
 
 class Event:
-    """Recorded is done."""
+    """An event that is done as soon as it is recorded."""
 
     def __init__(self) -> None:
         self.recorded = threading.Event()

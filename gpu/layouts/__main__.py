@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every parallel layout returns the same rows: one cell a layout, on 1, 2 or 4 GPUs.
+"""Check that every parallel layout returns the same rows: one cell per layout, on 1, 2 or 4 GPUs.
 
     python -m gpu.layouts --gpus 2 --out DIR [--only tp2,dp2ep2] [--minutes 8]
 
-A cell starts the layout's engines with a small random model, sends them prompts of which two in
-three ask for rows, and compares every row with two oracles:
+A cell starts the engines of a layout with a small random model, sends prompts of which two in three
+ask for rows, and compares every row with two oracles:
 
-- the top-k of the router logits that its own ranks recorded in front of dispatch, gathered here;
-- one GPU's rows of the same prompts, and of what follows as long as it is the same. Floating-point
-  noise may turn a close decision, and later layers and positions then differ too; each first
-  difference must have a margin (k-th less (k+1)-th logit on one GPU) below `MARGIN`. Logits spread
-  over more than +-10.
+- the top-k of the router logits that the ranks recorded before dispatch;
+- the rows of one GPU for the same prompts, as long as the generated tokens are equal.
+Floating-point
+  noise may change a close decision, and with it later layers and positions. Each first difference
+  must have a margin (k-th minus (k+1)-th logit on one GPU) below `MARGIN`. Logits range over more
+  than +-10.
 
-A finished cell is one line of `cells.jsonl`; started again, the program skips cells that passed.
-What a host cannot run (GPUs, Ray, time) is "unverified".
-`layouts.md` is the table of all, `logs.txt` says what failed cells' engines said last. Cells share
-the GPUs: their models are small. The exit status counts failed cells.
+A finished cell is one line of `cells.jsonl`; a second run skips cells that passed. Cells that the
+host cannot run (too few GPUs, no Ray, no time left) are "unverified". `layouts.md` is the table of
+all cells, `logs.txt` the end of the logs of failed ones. Cells share the GPUs because their models
+are small. The exit status is the number of failed cells.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Run:
         for model in {CELLS[n].model for n in names} | {"qwen3"}:
             make_model(model, self.work / "models")
         dtype = "float32"
-        # The reference is made anew: its rows are not in the record.
+        # The reference runs each time: its rows are not in the record.
         first = [] if arguments.no_reference else ["one"]
         first += [n for n in names if n == "one-bf16" and n not in done]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -174,7 +175,7 @@ class Run:
 
 
 def check_gpus(cell: Cell, device: str) -> None:
-    """See that this host can run the cell.
+    """Check that this host can run the cell.
 
     Raises:
         TooFewGpus: it cannot.
@@ -182,7 +183,7 @@ def check_gpus(cell: Cell, device: str) -> None:
     import torch
 
     if device == "cuda" and (count := torch.cuda.device_count()) < cell.gpus:
-        raise TooFewGpus(f"wants {cell.gpus} GPUs, this host has {count}")
+        raise TooFewGpus(f"needs {cell.gpus} GPUs, this host has {count}")
 
 
 def check_ray() -> None:

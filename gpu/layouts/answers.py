@@ -56,7 +56,7 @@ Logits = dict[int, dict[int, Any]]
 
 
 def gather_logits(scratch: Path) -> tuple[Logits, bool]:
-    """Put the ranks' records together; whether EPLB moved experts."""
+    """Merge the records of all ranks; also returns whether EPLB moved experts."""
     by_first = {prompt[0]: i for i, prompt in enumerate(make_prompts())}
     groups: dict[tuple[str, int], dict[tuple[int, int], Any]] = defaultdict(dict)
     moved = False
@@ -107,7 +107,7 @@ def gather_logits(scratch: Path) -> tuple[Logits, bool]:
 
 
 def check_own_logits(answers: dict[int, Answer], logits: Logits) -> int:
-    """Every row is the top-k of its own ranks' logits; the number of decisions."""
+    """Check that every row is the top-k of its ranks' logits. Returns the number of decisions."""
     decisions = 0
     for index, answer in answers.items():
         if answer.rows is None:
@@ -130,7 +130,8 @@ def check_own_logits(answers: dict[int, Answer], logits: Logits) -> int:
 
 
 def check_answers(answers: dict[int, Answer], num_layers: int, tokens: int) -> int:
-    """Who asked has all rows, of distinct experts, and nobody else; their number."""
+    """Check that exactly the asking prompts have all rows, of distinct experts. Returns their
+    number."""
     count = 0
     for index, answer in answers.items():
         if not asks(index):
@@ -153,7 +154,7 @@ def check_answers(answers: dict[int, Answer], num_layers: int, tokens: int) -> i
 def check_reference(
     answers: dict[int, Answer], reference: dict[int, Answer], logits: Logits
 ) -> dict[str, Any]:
-    """Compare rows with one GPU's, as far as the tokens are the same; `logits` are those of the
+    """Compare rows with those of one GPU, as far as the tokens are equal. `logits` are those of the
     one GPU."""
     decisions = differ = first = 0
     worst = 0.0
@@ -169,7 +170,7 @@ def check_reference(
         decisions += wrong.size
         differ += int(wrong.sum())
         for position, layer in zip(*wrong.nonzero(), strict=True):
-            # What an earlier layer turned, here or at a position before, turns later ones.
+            # A difference in an earlier layer, here or at an earlier position, causes later ones.
             if wrong[: position + 1, :layer].any():
                 continue
             first += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts: each a cell with its engine options, and the models and prompts of all."""
+"""The layouts with their engine options, and the models and prompts of all."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ QWEN3: dict[str, Any] = {
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """The model's folder; the gpt-oss shape has a configuration alone."""
+    """The folder of the model; the gpt-oss shape is a configuration without weights."""
     if name == "gptoss":
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(GPT_OSS))
@@ -168,7 +168,7 @@ def make_model(name: str, folder: Path) -> Path:
 
 
 def make_prompts(vocabulary: int = 700) -> list[list[int]]:
-    """Each begins differently, so its beginning names it."""
+    """The prompts. The first token identifies a prompt."""
     rng = np.random.default_rng(0)
     return [
         [10 + i, *(int(t) for t in rng.integers(4, vocabulary, n - 1))]

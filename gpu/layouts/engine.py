@@ -19,7 +19,7 @@ from gpu.layouts.cells import LENGTHS, asks, make_prompts
 
 
 def run_engine(spec: dict[str, Any]) -> None:
-    """One engine; all of a data parallel group run this at once."""
+    """Run one engine; all engines of a data parallel group run this at the same time."""
     scratch = Path(spec["scratch"])
     rank, size = spec["rank"], spec["dp"]
     try:
@@ -58,7 +58,7 @@ def run_engine(spec: dict[str, Any]) -> None:
             getattr(completion, "routed_experts_start", 0),
             getattr(completion, "moe_layers", None),
         )
-    # A rank that leaves takes its collectives along: wait for the others.
+    # A rank that ends breaks the collectives of the others: wait for them.
     (scratch / f"generated-{rank}").touch()
     while len(list(scratch.glob("generated-*"))) < size:
         time.sleep(0.1)
@@ -71,8 +71,7 @@ def run_engine(spec: dict[str, Any]) -> None:
 
 
 def leave(llm: Any) -> None:
-    """End the engine, but don't wait long for it: it has nothing more to say, and the keeper
-    ends what is left."""
+    """End the engine without waiting long: the keeper ends what is left."""
     shutdown = threading.Thread(target=llm.llm_engine.engine_core.shutdown, daemon=True)
     shutdown.start()
     shutdown.join(10)

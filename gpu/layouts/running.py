@@ -20,7 +20,7 @@ from harness import hosts
 from harness.process import Kept
 from harness.server import Server, ServerError
 
-# Each is the first of 64 ports that nobody else here gets.
+# Each is the first of 64 ports for one cell.
 PORTS = itertools.count(21000, 64)
 
 ENVIRONMENT = {
@@ -36,7 +36,8 @@ class Refused(Exception):
 
 
 def device_environment(device: str, gpus: int, slot: int, count: int) -> dict[str, str]:
-    """For `gpus` of the host's `count`; cells of other slots take others if they can."""
+    """Variables for `gpus` of the host's `count` GPUs; cells of other slots take others if
+    possible."""
     if device == "cuda":
         first = slot % (count - gpus + 1)
         visible = ",".join(str(i) for i in range(first, first + gpus))
@@ -55,11 +56,11 @@ def run_cell(
     environment: dict[str, str],
     limit_s: float,
 ) -> None:
-    """Run the layout; answers and logits are then in `scratch`.
+    """Run the layout and write answers and logits into `scratch`.
 
     Raises:
-        Refused: it does not start, and says that this is on purpose.
-        Failed: any other end.
+        Refused: the build refuses the layout by name.
+        Failed: any other failure.
     """
     began = time.monotonic()
     model = make_model(cell.model, folder)
@@ -133,7 +134,7 @@ def run_servers(
     limit_s: float,
 ) -> None:
     arguments = []
-    # The server's prompts are ids too, but some of its endpoints want the tokenizer.
+    # Prompts are ids here too, but some endpoints need the tokenizer.
     for name, value in {**options, "skip_tokenizer_init": False}.items():
         flag = "--" + name.replace("_", "-")
         if value is True:

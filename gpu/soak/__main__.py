@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A soak on several GPUs, data and expert parallel: does anything stall, slow down or grow?
+"""A soak on several GPUs with data and expert parallelism: does anything stall, slow down or grow?
 
     python -m gpu.soak run --build-label pristine --model qwen3 --minutes 5 --out DIR
     python -m gpu.soak run --build-label patched --model qwen3 --minutes 5 --out DIR
     python -m gpu.soak run --build-label patched --gpus 4 --tp 2 --minutes 5 --out DIR
     python -m gpu.soak plot DIR/*.json --out DIR/soak.png
 
-`run` starts offline engines (two, DP2 + EP2, joined by VLLM_DP_*; with `--gpus 4 --tp 2` each has
-two GPUs, and the MoE layers are sequence parallel) with dummy weights and the flag on, so that
-every request gets rows, and keeps 96 unfinished requests in each: 16 to 1,024 tokens in, 16 to 256
-out. Every second it records, for each engine, finished requests, output tokens, steps, the longest
-gap between two steps, and the memory of its processes and its GPUs. Then the faults: 64 requests
-that finish in one step, five times; and, where the build can, every copy of rows to the host 20 ms
-late. The record is written anew every few seconds: a killed run keeps what it has.
-It runs with the pristine release too (`--flag off` for either without the feature).
+`run` starts offline engines with dummy weights and the flag on, so that every request gets rows:
+two engines (DP2, EP2), or with `--gpus 4 --tp 2` two engines of two GPUs each, whose MoE layers are
+sequence parallel. Each keeps 96 unfinished requests: 16 to 1,024 tokens in, 16 to 256 out. Every
+second it records finished requests, output tokens, steps, the longest gap between two steps, and
+the memory of processes and GPUs. Then come the faults: five times 64 requests that finish in one
+step, and, where the build supports it, every copy of rows to the host delayed by 20 ms. The record
+is rewritten every few seconds, so that a killed run keeps its data. It also runs with the pristine
+release; `--flag off` runs either build without the feature.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from harness.shapes import GPT_OSS, QWEN3_30B_A3B
 # How long an engine may take from its start to its first step.
 START_SECONDS = 240.0
 
-# For a rehearsal without a GPU.
+# To test the program without a GPU.
 TINY = {
     "head_dim": 64,
     "hidden_size": 256,
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             "max_num_batched_tokens": 4096,
             "max_num_seqs": 128,
             "enable_prefix_caching": False,
-            # Plenty for the load; the pin's shared memory grows with it.
+            # More than the load needs. The pinned release's shared memory grows with it.
             "kv_cache_memory_bytes": 8 << 30,
             "gpu_memory_utilization": 0.5,
             "tensor_parallel_size": arguments.tp,
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         name = f"soak-{arguments.model}-{arguments.build_label}-{arguments.flag}"
         variables = {
             **environment(),
-            # The demo's processes go without: they run eagerly.
+            # Other processes of the harness run without torch.compile.
             "TORCH_COMPILE_DISABLE": "0",
             "VLLM_CACHE_ROOT": f"{tempfile.gettempdir()}/vllm-cache-{arguments.build_label}",
         }

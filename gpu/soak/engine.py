@@ -24,7 +24,7 @@ FAULT_SECONDS = 15.0
 
 
 class Load:
-    """Requests and what became of them; one thread steps, another records."""
+    """The requests and their results; one thread steps the engine, another records."""
 
     def __init__(self, spec: dict[str, Any], llm: Any) -> None:
         import numpy as np
@@ -91,7 +91,7 @@ class Load:
             self.step()
 
     def begin(self) -> None:
-        """A pause in which nothing was asked for is no gap."""
+        """Start measuring gaps now: a pause without requests does not count."""
         self.last_step = time.monotonic()
         self.gap = 0.0
         self.gaps.clear()
@@ -113,8 +113,8 @@ def record_seconds(load: Load, stop: threading.Event, file: Path, phase: list[st
     with file.open("w") as out:
         while not stop.wait(1.0):
             counts = (load.finished, load.tokens, load.steps)
-            # The pin's shared memory counts for each process that maps it; unique memory would
-            # not, but takes much longer to read.
+            # Shared memory of the pinned release counts once per process that maps it. Unique
+            # memory would not, but takes much longer to read.
             rss = 0
             for process in (me, *me.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
@@ -219,7 +219,7 @@ def run_engine(spec: dict[str, Any]) -> None:
     summary["without_all_rows"] = load.bad
     (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
     meet(scratch, "done", spec)
-    # Don't wait long for the engine's end: the keeper ends what is left.
+    # Do not wait long: the keeper ends what is left.
     shutdown = threading.Thread(target=llm.llm_engine.engine_core.shutdown, daemon=True)
     shutdown.start()
     shutdown.join(10)

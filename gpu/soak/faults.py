@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-CYCLES_PER_MS = 1_900_000  # an H200 at its full clock
+CYCLES_PER_MS = 1_900_000  # at the full clock of an H200
 
 
 class Faults:
     """Mixed into vLLM's worker."""
 
     def delay_copies(self, ms: float) -> bool:
-        """From now on, put that many milliseconds of waiting in front of every copy of rows, on the
-        copy's own stream. False where the build has no such copy."""
+        """Delay every copy of rows by `ms`, on the stream of the copy. Returns False if the build
+        has no such copy."""
         import vllm.v1.outputs as outputs
 
         tensors = getattr(outputs, "RoutedExpertsTensors", None)

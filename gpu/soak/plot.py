@@ -34,7 +34,7 @@ def plot(files: list[Path], out: Path) -> int:
                 continue
             t = [s["t"] for s in ranks[0][:count]]
             finished = [sum(rank[i]["finished"] for rank in ranks) for i in range(count)]
-            # A request takes seconds: a mean over ten tells more than the bare counts.
+            # Requests take seconds: a mean over ten seconds is easier to read than single counts.
             mean = [statistics.fmean(finished[max(0, i - 4) : i + 6]) for i in range(len(finished))]
             gaps = [1e3 * max(rank[i]["longest_gap_s"] for rank in ranks) for i in range(count)]
             memory = [sum(rank[i]["rss_mb"] for rank in ranks) / 1024 for i in range(count)]

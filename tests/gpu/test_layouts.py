@@ -138,12 +138,12 @@ def test_chunks_of_sequence_parallel_ranks_are_joined(tmp_path: Path) -> None:
     assert np.isnan(gathered[0][1][:4]).all()
 
 
-def test_cell_that_wants_more_gpus_than_there_are_is_unverified(
+def test_cell_that_needs_more_gpus_than_there_are_is_unverified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     arguments = argparse.Namespace(out=tmp_path / "out", minutes=1, device="cuda")
     run = program.Run(arguments, tmp_path)
     result = run.run("tp2", 0, "float32")["result"]
-    assert result == "unverified: wants 2 GPUs, this host has 1"
+    assert result == "unverified: needs 2 GPUs, this host has 1"
     assert result in (tmp_path / "out" / "layouts.md").read_text()
