@@ -31,7 +31,6 @@ import multiprocessing
 import multiprocessing.connection
 import platform
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -47,6 +46,7 @@ from benchmarks.bursts import GENERATE, body_of, serve_bursts
 from benchmarks.common import WORK, Failure, Gpu, Records, command, end_orderly, tell
 from benchmarks.latency_report import ALONE, PHASES, SKIPPED, phases_of, quantiles, write_report
 from benchmarks.loads import SHARES, Load
+from harness.process import free_port
 from harness.shapes import MODELS, model_config, write_model
 
 # Seconds for which the server is paused while the burst comes in, and streams run on after it.
@@ -59,9 +59,7 @@ class Server:
     def __init__(self, variant: Variant, arguments: argparse.Namespace, model: Path) -> None:
         self.variant = variant
         self.burst = bool(arguments.requests)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         words = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format=dummy"]
         words += ["--skip-tokenizer-init", "--host=127.0.0.1", f"--port={port}"]

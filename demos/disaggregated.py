@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from tokenizers import Tokenizer
 
 from demos import program
@@ -30,7 +29,6 @@ from demos.rows import report
 from examples import proxy
 from examples.client import Completion, generate
 from harness import disaggregated, text
-from harness.checkpoint import make_checkpoint
 from harness.oracle import Comparison, Oracle, compare
 from harness.server import Server
 
@@ -49,9 +47,7 @@ def _show(args: argparse.Namespace, console: Console) -> None:
     began = time.monotonic()
     out: Path = args.out
     env = program.prepare(out)
-    with console.status("making a small random Qwen3-MoE checkpoint"):
-        checkpoint = make_checkpoint(out / "checkpoint")
-    console.print(f"[bold]checkpoint[/]  {escape(str(checkpoint))}")
+    checkpoint = program.checkpoint(console, out)
     storage = out / "kv"
     shutil.rmtree(storage, ignore_errors=True)  # the connector would find KV of an earlier run
 
@@ -111,16 +107,11 @@ def _ask(url: str, checkpoint: Path, decode: Server, console: Console) -> list[C
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m demos.disaggregated",
-        description="Serve a small random MoE model with a prefill and a decode engine behind a "
+    parser = program.arguments(
+        "demos.disaggregated",
+        "Serve a small random MoE model with a prefill and a decode engine behind a "
         "proxy that joins their rows, and compare these with Hugging Face transformers.",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("build/disaggregated"),
-        help="folder for everything (%(default)s)",
+        out="build/disaggregated",
     )
     return parser.parse_args(argv)
 

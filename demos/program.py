@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -14,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
 
+from harness.checkpoint import SETTINGS_FILE, make_checkpoint
 from harness.server import Server, ServerError
 
 NEEDED_BYTES = 200 << 20
@@ -94,16 +96,46 @@ def prepare(out: Path) -> dict[str, str]:
     return {"VLLM_CACHE_ROOT": str(cache / "vllm")}
 
 
+def arguments(name: str, description: str, out: str) -> argparse.ArgumentParser:
+    """The parser of a demo, with `--out`.
+
+    Args:
+        name: of the module.
+        description: what the demo does.
+        out: default folder.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+    parser.add_argument(
+        "--out", type=Path, default=Path(out), help="folder for everything (%(default)s)"
+    )
+    return parser
+
+
+def checkpoint(console: Console, out: Path, **options: Any) -> Path:
+    """Make the checkpoint in `out`, or reuse it, and print which.
+
+    Args:
+        console: to print to.
+        out: the output folder.
+        options: of `make_checkpoint`.
+    """
+    settings = out / "checkpoint" / SETTINGS_FILE
+    before = settings.stat().st_mtime_ns if settings.exists() else None
+    with console.status("making a small random Qwen3-MoE checkpoint"):
+        made = make_checkpoint(out / "checkpoint", **options)
+    how = "reused" if before == settings.stat().st_mtime_ns else "made"
+    console.print(f"[bold]checkpoint[/]  {escape(str(made))}, {how}")
+    return made
+
+
 @contextlib.contextmanager
 def serving(
-    console: Console, checkpoint: Path, log: Path, args: Sequence[str], env: Mapping[str, str]
+    console: Console, model: Path, log: Path, args: Sequence[str], env: Mapping[str, str]
 ) -> Iterator[Server]:
     """Start a `Server`, print how long it took, and stop it at the end."""
     with contextlib.ExitStack() as running:
         with Waiting(console, "starting vllm serve") as waiting:
-            server = running.enter_context(
-                Server(checkpoint, log, args, env, progress=waiting.progress)
-            )
+            server = running.enter_context(Server(model, log, args, env, progress=waiting.progress))
         version = json.loads(server.get("/version"))["version"]
         console.print(
             f"[bold]server[/]      vLLM {escape(str(version))}, ready after {waiting.elapsed:.0f} s"

@@ -28,7 +28,6 @@ from demos import program
 from demos.program import Failure
 from examples.client import Completion, generate
 from harness import text
-from harness.checkpoint import make_checkpoint
 
 # A small Qwen3-MoE. Its weights are bfloat16 numbers, as published ones are: server and trainer
 # have equal weights and differ only in how they compute.
@@ -67,9 +66,7 @@ def _compare(args: argparse.Namespace, console: Console) -> None:
     picture_file, record_file = out / "mismatch.png", out / "record.md"
     for file in (picture_file, record_file):
         file.unlink(missing_ok=True)  # a failed run must not show an older one's
-    with console.status("making a small random Qwen3-MoE checkpoint"):
-        checkpoint = make_checkpoint(out / "checkpoint", router_std=args.router_std, **MODEL)
-    console.print(f"[bold]checkpoint[/]  {escape(str(checkpoint))}")
+    checkpoint = program.checkpoint(console, out, router_std=args.router_std, **MODEL)
 
     with ThreadPoolExecutor(1) as background:
         # Loading transformers takes seconds: use those in which the server starts.
@@ -142,13 +139,11 @@ def _sample(url: str, checkpoint: Path, console: Console) -> list[Completion]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m demos.replay",
-        description="Sample from a small random MoE model with the installed vLLM in float32, and "
+    parser = program.arguments(
+        "demos.replay",
+        "Sample from a small random MoE model with the installed vLLM in float32, and "
         "compare its log-probs with a trainer's in bfloat16, without and with its routes.",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/replay"), help="folder for everything (%(default)s)"
+        out="build/replay",
     )
     parser.add_argument(
         "--router-std",

@@ -25,7 +25,6 @@ from demos import program
 from demos.program import Failure, Waiting
 from demos.rows import report
 from harness import text
-from harness.checkpoint import SETTINGS_FILE, make_checkpoint
 from harness.oracle import Comparison, Oracle, compare
 from harness.process import Kept
 from harness.server import Answer, Rows
@@ -50,14 +49,7 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
     picture_file = out / "routes.png"
     picture_file.unlink(missing_ok=True)  # a failed run must not show an older one's
 
-    checkpoint = out / "checkpoint"
-    settings = checkpoint / SETTINGS_FILE
-    before = settings.stat().st_mtime_ns if settings.exists() else None
-    with console.status("making a small random Qwen3-MoE checkpoint"):
-        make_checkpoint(checkpoint)
-    how = "reused" if before == settings.stat().st_mtime_ns else "made"
-    console.print(f"[bold]checkpoint[/]  {escape(str(checkpoint))}, {how}")
-
+    checkpoint = program.checkpoint(console, out)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     prompts = text.prompts(lambda passage: tokenizer.encode(passage).ids, CHUNK)
     with ThreadPoolExecutor(1) as background:
@@ -220,13 +212,11 @@ def _corrupt(prompt: text.Prompt, rows: Rows, oracle: Oracle, console: Console) 
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m demos.rows",
-        description="Serve a small random MoE model with the installed vLLM, get every "
+    parser = program.arguments(
+        "demos.rows",
+        "Serve a small random MoE model with the installed vLLM, get every "
         "token's experts over HTTP and compare them with Hugging Face transformers.",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/demo"), help="folder for everything (%(default)s)"
+        out="build/demo",
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(

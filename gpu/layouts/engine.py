@@ -7,15 +7,14 @@ python -m gpu.layouts.engine SPEC.json
 from __future__ import annotations
 
 import json
-import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from gpu.layouts.answers import save_answer
 from gpu.layouts.cells import LENGTHS, asks, make_prompts
+from harness.hosts import leave
 
 
 def run_engine(spec: dict[str, Any]) -> None:
@@ -68,14 +67,6 @@ def run_engine(spec: dict[str, Any]) -> None:
     while len(list(scratch.glob("done-*"))) < size:
         time.sleep(0.1)
     leave(llm)
-
-
-def leave(llm: Any) -> None:
-    """End the engine without waiting long: the keeper ends what is left."""
-    shutdown = threading.Thread(target=llm.llm_engine.engine_core.shutdown, daemon=True)
-    shutdown.start()
-    shutdown.join(10)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from harness.hosts import leave
 
 UNFINISHED = 96
 WAVE = 64
@@ -219,11 +220,7 @@ def run_engine(spec: dict[str, Any]) -> None:
     summary["without_all_rows"] = load.bad
     (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
     meet(scratch, "done", spec)
-    # Do not wait long: the keeper ends what is left.
-    shutdown = threading.Thread(target=llm.llm_engine.engine_core.shutdown, daemon=True)
-    shutdown.start()
-    shutdown.join(10)
-    os._exit(0)
+    leave(llm)
 
 
 if __name__ == "__main__":
