@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of the installed wheel on small random checkpoints, and their oracle.
 
-Engines run in this process, and start in a second once vLLM is imported. Requests that must not
-meet each other's cached prefixes use prompts of their own.
+Engines run in this process and start in a second after vLLM is imported. Requests that must not hit
+each other's cached prefixes use different prompts.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ OPTIONS: dict[str, Any] = {
 def terminate_elsewhere(context: Any) -> None:
     """`zmq.Context.__del__` that does not wait in the thread of the garbage collector.
 
-    Queues of an engine that is gone may be garbage in a cycle. There the collector may come to a
-    context before its sockets, and the context waits for ever for them to be closed.
+    Queues of a deleted engine may be garbage in a cycle. The collector may reach a context before
+    its sockets, and the context would wait forever for them to be closed.
     """
     if not context._shadow and not context.closed:
         threading.Thread(target=context.term, daemon=True).start()
@@ -60,17 +60,17 @@ def terminate_elsewhere(context: Any) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
-    """What every vLLM of the tests runs with; the engine core stays in this process, so
+    """Variables and patches for every vLLM of the tests. The engine core stays in this process, so
     that a failure shows its traceback."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zmq.Context.__del__", terminate_elsewhere)
         for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
             patch.setenv(name, value)
-        # A worker waits for a GPU when it ends, which fails where there is none.
+        # A worker that ends synchronizes the GPU, which fails without one.
         patch.setattr("torch.accelerator.synchronize", lambda: None)
-        # A worker forbids this function to its process for good.
+        # A worker disables this function for its whole process.
         patch.setattr("torch.set_num_threads", torch.set_num_threads)
-        # vLLM looks at a model's class in a process of its own, so that CUDA stays out of this one.
+        # vLLM inspects a model class in another process, to keep CUDA out of this one.
         registry = "vllm.model_executor.models.registry"
         patch.setattr(f"{registry}._run_in_subprocess", lambda look: look())
         yield
@@ -84,11 +84,11 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a checkpoint of a family, once for the same settings."""
+    """Makes a checkpoint of a family, once per setting."""
     folder = tmp_path_factory.mktemp("checkpoints")
 
     def make(family: str = "qwen3_moe", **overrides: Any) -> Path:
-        # vLLM globs in the folder: no brackets in its name.
+        # vLLM uses glob with the folder: no brackets in its name.
         name = re.sub(r"\W+", "-", f"{family} {sorted(overrides.items())}").strip("-")
         return make_checkpoint(folder / name, family, **overrides)
 
@@ -101,15 +101,15 @@ _running: list[Path] = []
 
 @contextmanager
 def running(model: Path, **options: Any) -> Iterator[LLM]:
-    """An engine that is gone when the block ends.
+    """Run an engine, and remove it at the end of the block.
 
-    Its worker is in this process. With `distributed_executor_backend="mp"`, as `vllm serve` has it,
-    workers are processes of their own.
+    Its worker runs in this process. With `distributed_executor_backend="mp"`, as in `vllm serve`,
+    workers are separate processes.
     """
     from vllm import LLM, envs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    # An engine keeps the values of all variables; it must not keep those of another one.
+    # vLLM caches the values of variables: clear those of an earlier engine.
     envs.disable_envs_cache()
     in_process = {"distributed_executor_backend": UniProcExecutor}
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def running(model: Path, **options: Any) -> Iterator[LLM]:
 
 
 def forget_engine(model: Path) -> None:
-    """Remove what engines share in this process when the last one has ended."""
+    """Remove what engines of this process share, when the last one has ended."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     _running.remove(model)
@@ -130,7 +130,7 @@ def forget_engine(model: Path) -> None:
 
 
 def run_demo(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """A program of `demos`, to its end."""
+    """Run a program of `demos` to its end."""
     return subprocess.run(
         [sys.executable, "-m", f"demos.{name}", "--out", str(out), *options],
         cwd=Path(__file__).parents[2],
@@ -201,15 +201,15 @@ def assert_true_rows(
     assert completion.num_prompt_tokens == len(prompt)
     assert completion.moe_layers == oracle.route(model, tokens).layers
     comparison = assert_rows(model, tokens, completion.routed_experts, start)
-    # Where ties are common, agreeing says little. One may occur in any sequence.
+    # Agreement means little if ties are common. One may occur in any sequence.
     assert comparison.ties <= 1 + comparison.decisions // 1000
 
 
 def compare_with_one_engine(
     llm: LLM, model: Path, tokens: list[int], rows: npt.NDArray[Any], start: int = 0
 ) -> oracle.Comparison:
-    """With the rows that this engine makes of the tokens, and with the oracle's: every row twice.
-    A tie of the router's scores may go either way."""
+    """Compare every row with the row of this engine for the same tokens, and with the oracle's. A
+    tie of the router's scores may go either way."""
     (output,) = ask(llm, tokens, max_tokens=1)
     routes = oracle.route(model, tokens)
     alone = output.outputs[0].routed_experts[:, list(routes.layers)]

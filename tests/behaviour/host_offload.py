@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading of KV without a GPU: vLLM's own manager, and copies between two tensors. vLLM's own
-copies want CUDA."""
+"""Offloading of KV without a GPU: vLLM's own manager, with copies between two tensors. vLLM's own
+copies need CUDA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HostOffloadingSpec(CPUOffloadingSpec):
 
 
 class Copies(OffloadingHandler):
-    """Copies blocks at once; says so at the next question."""
+    """Copies blocks at once, and reports them in the next `get_finished`."""
 
     def __init__(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         self.sources, self.targets = sources, targets

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A KV connector that keeps whole blocks of prompts in memory, to send KV past an engine's own
-prefix cache on a machine without a transfer library. It can be told to lose a block."""
+prefix cache on a machine without a transfer library. It can lose a block."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Key = tuple[int, ...]
 
 @dataclass
 class Transfers(KVConnectorMetadata):
-    """What a step saves and loads: a prompt's tokens, and pairs of its block and the cache's."""
+    """What a step saves and loads: tokens of a prompt, and pairs of its block and a cache block."""
 
     saves: list[tuple[Key, list[tuple[int, int]]]] = field(default_factory=list)
     loads: list[tuple[Key, list[tuple[int, int]]]] = field(default_factory=list)
-    # Blocks of the cache that are not loaded, though they should be.
+    # Cache blocks that fail to load.
     lost: set[int] = field(default_factory=set)
 
 
 class MemoryConnector(KVConnectorBase_V1):
-    """Saves prompts that one step computes whole; loads them for any request."""
+    """Saves prompts that one step computes completely; loads them for any request."""
 
     supports_routed_experts = True
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a CPU has AMX decides which kernel computes the experts. Rows are true with each, on
-whatever machine this runs."""
+"""AMX decides which kernel computes the experts on a CPU. Rows are true with each kernel, on any
+machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_TOKENS = 8
 
 
 def assert_kernel(llm: LLM, kernel: str) -> None:
-    """It computes the experts of all layers."""
+    """This kernel computes the experts of all layers."""
 
     def find(model: Any) -> set[str]:
         methods = [getattr(module, "quant_method", None) for module in model.modules()]
@@ -67,7 +67,7 @@ def test_rows_in_bfloat16_are_what_the_logits_of_the_same_forward_choose(
         pytest.skip("bfloat16 kernels use the instructions of AMX")
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
     monkeypatch.setenv("VLLM_CPU_SGL_KERNEL", str(int(kernel == "SGLFusedMOE")))
-    # SGLang's kernels want sizes in multiples of 32.
+    # SGLang's kernels need multiples of 32.
     options = {"dtype": "bfloat16", "worker_extension_cls": "harness.recorder.Recorder"}
     with running(checkpoint(num_experts=32), **options) as llm:
         assert_kernel(llm, kernel)

@@ -43,8 +43,8 @@ def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
 def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU with AMX takes another MoE kernel than one without: see test_amx.py. A plugin of vLLM
-    tells every process of the server that the CPU is of the other kind."""
+    """CPUs with and without AMX use different MoE kernels: see test_amx.py. A plugin makes every
+    process of the server believe that the CPU is of the other kind."""
     package, out = tmp_path / "amx-0.dist-info", tmp_path / "out"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: amx\nVersion: 0\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy before a prefill and a decode engine: one answer with all rows, or an error.
+"""The proxy for a prefill and a decode engine returns one answer with all rows, or an error.
 
 With stand-ins for the engines. With engines: test_disaggregated_engines.py.
 """
@@ -62,12 +62,12 @@ def silent(index: int = 0) -> dict[str, Any]:
 
 @dataclass
 class Engine:
-    """Gives one answer to everything; a list is a stream of chunks. Its connections end with an
-    answer that does not say so, as vLLM's do with a refusal."""
+    """Gives the same answer to every request; a list is a stream of chunks. It closes connections
+    without notice, as vLLM does after a refusal."""
 
     answer: Any
     status: int = 200
-    # Answers when so many are asking.
+    # Answers when so many requests wait.
     together: int = 1
     url: str = ""
     sent: list[dict[str, Any]] = field(default_factory=list)

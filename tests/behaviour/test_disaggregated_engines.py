@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode engine that share KV through files, behind the proxy: one answer with the
+"""A prefill and a decode engine that share KV through files, behind the proxy: answers have the
 tokens and rows of one engine."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def received(start: int, prompt: list[int]) -> dict[str, Any]:
-    """What is sent to the decode engine alone."""
+    """A request to the decode engine without the proxy."""
     extra_args = {"return_routed_experts": True, "routed_experts_prompt_start": start}
     return {
         "token_ids": prompt,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries a step's output from the worker to the scheduler leaves the rows as they are: the
-message queue of the multiprocess executor, and the picklings of Ray."""
+"""The ways from the worker to the scheduler keep rows unchanged: the message queue of the
+multiprocess executor, and Ray's pickling."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def through_message_queue(output: ModelRunnerOutput) -> ModelRunnerOutput:
         sent = pool.submit(writer.enqueue, output, timeout=60)
         received = pool.submit(reader.dequeue, timeout=60).result(timeout=60)
         sent.result(timeout=60)
-    # Large rows lie in the queue's memory, which goes with it.
+    # Large rows lie in the memory of the queue, which is freed with it.
     return copy.deepcopy(received)
 
 
@@ -59,8 +59,7 @@ def through_pickle(output: ModelRunnerOutput) -> ModelRunnerOutput:
 
 
 def through_ray_channel(output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """As Ray does it: arrays lie in shared memory, and may not be written until the executor has
-    detached them."""
+    """As in Ray: arrays lie in shared memory and are read-only until the executor detaches them."""
     from vllm.v1.executor.ray_utils import detach_zero_copy_from_model_runner_output
 
     buffers: list[pickle.PickleBuffer] = []
@@ -103,7 +102,7 @@ def test_output_without_rows_carries_none(
 
 
 def test_scheduler_keeps_nothing_of_the_memory_that_rows_came_in() -> None:
-    """It is a ring: a later step is written over an earlier one."""
+    """The memory is a ring: a later step overwrites an earlier one."""
     from vllm import SamplingParams
     from vllm.v1.core.routed_experts_manager import RoutedExpertsManager
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families on the CPU engine: each one's rows are its routers' true choices.
+"""Model families on the CPU engine: rows are the choices of their routers.
 
 | family | oracle | why this one |
 |---|---|---|
@@ -140,7 +140,7 @@ def assert_form(case: Case, completion: CompletionOutput) -> None:
 
 
 def assert_own_rows(served: Served, completion: CompletionOutput, count: int) -> None:
-    """The rows are what the logits that the engine itself computed choose."""
+    """The rows are the choice of the logits that the engine computed."""
     from safetensors.numpy import load_file
 
     logits = recorder.take(served.llm)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine, with the prefix cache on and off: the form of rows, what they leave alone, and every
-feature that makes tokens come, go or repeat. Rows are the oracle's, row by row."""
+"""One engine, with and without the prefix cache: the form of rows, unchanged outputs, and every
+feature that adds, drops or repeats tokens. Every row is the oracle's."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_seeded_request_samples_the_same_in_chunks(engine: Engine) -> None:
 
 def test_preempted_requests_have_true_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted = []
-    # Room for 30 blocks: eight requests of up to 8 blocks each must take turns.
+    # 30 blocks: eight requests of up to 8 blocks each must take turns.
     with running(model, num_gpu_blocks_override=30) as small:
         scheduler = scheduler_of(small)
         preempt = scheduler._preempt_request
@@ -121,7 +121,7 @@ def test_rows_are_true_where_chunks_and_single_tokens_share_steps(engine: Engine
 
 @pytest.mark.parametrize("length", [20, BLOCK, 3 * CHUNK])
 def test_rows_of_a_group_are_true(engine: Engine, length: int) -> None:
-    """Its members hit each other's blocks in the pass that schedules them."""
+    """Its members hit each other's blocks in the step that schedules them."""
     (output,) = engine.ask(
         random_prompt(20 + length, length), n=6, temperature=1.0, seed=1, max_tokens=BLOCK
     )
@@ -243,7 +243,7 @@ def test_rows_behind_what_another_request_cached_are_true(engine: Engine) -> Non
 
 
 def test_rows_behind_what_a_silent_request_cached_are_true(engine: Engine) -> None:
-    """They are not there: the prefix is computed again, once."""
+    """There are none: the prefix is computed again, once."""
     prompt = random_prompt(115, 3 * BLOCK + 2)
     (silent,) = engine.ask(prompt, extra_args={"return_routed_experts": False})
     assert silent.outputs[0].routed_experts is None
@@ -263,7 +263,7 @@ def test_rows_after_a_reset_of_the_cache_are_true(engine: Engine) -> None:
 
 
 def collect(engine: Engine, prompts: dict[str, list[int]], steps: int, **sampling: Any) -> Any:
-    """Tokens and rows, piece by piece, of requests that run for some steps."""
+    """Run requests for some steps. Returns their tokens and rows so far."""
     from vllm.sampling_params import RequestOutputKind
 
     kept: dict[str, tuple[list[int], list[np.ndarray]]] = {r: ([], []) for r in prompts}
@@ -315,7 +315,7 @@ def test_rows_are_true_around_a_request_that_is_aborted(engine: Engine, steps: i
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_rows_are_true_around_a_reset_amid_requests(engine: Engine, steps: int) -> None:
-    """They start again from their first token; rows handed out are not sent again."""
+    """Requests start again from their first token; returned rows are not sent again."""
     prompts = {
         f"{name}-{steps}": random_prompt(180 + steps * 3 + i, n)
         for i, (name, n) in enumerate({"long": CHUNK + 30, "short": 20}.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No request stops the server or hurts the next one.
+"""No request stops the server or harms the next one.
 
 Requests come from the running server's own OpenAPI schema (schemathesis) and from a list of hostile
 values for the two arguments. After each, the server must answer a plain request with true rows.
@@ -262,7 +262,7 @@ def has_blank_bad_word(body: dict[str, Any]) -> bool:
     return any(isinstance(word, str) and not word.strip() for word in words)
 
 
-# What the pinned release answers with 500, or dies of, without the series: not sent.
+# Requests that end in status 500, or end the server, in the pinned release too: not sent.
 KNOWN: dict[str, Callable[[dict[str, Any]], bool]] = {
     "a tool call that is no function: KeyError in chat_utils._postprocess_messages": (
         has_odd_tool_call
@@ -353,8 +353,7 @@ def test_requests_from_the_schema_do_no_harm(
 
 
 def test_log_names_no_error(server: Server) -> None:
-    """After all requests of this module. Refusals are the API server's: it logs where each was
-    raised."""
+    """After all requests of this module. The API server logs where each refusal was raised."""
     lines = server.log.read_text(errors="replace").splitlines()
     assert any(line.startswith("(EngineCore") for line in lines)
     assert any(line.startswith("(APIServer") and '" 200 ' in line for line in lines)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV from elsewhere has no rows: they are computed, or the answer begins behind it. End to end with
-the connectors that vLLM ships, ExampleConnector (files) and OffloadingConnector, and with one that
+"""Received KV has no rows: its tokens are computed again, or the rows begin after it. End to end
+with two connectors of vLLM, ExampleConnector (files) and OffloadingConnector, and with one that
 keeps KV in memory and can lose a block."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 }
 
 
-# With the prefix cache, and one without.
+# All connectors with the prefix cache, and one without.
 CACHING = [(name, True) for name in CONNECTORS]
 
 
@@ -67,7 +67,7 @@ def llm(
     with running(
         model,
         enable_prefix_caching=caching,
-        # A prompt is saved if one step computes it.
+        # Connectors save prompts that one step computes.
         max_num_batched_tokens=1024,
         routed_experts_opt_in=True,
         kv_transfer_config=KVTransferConfig(**settings),
@@ -83,7 +83,7 @@ def generate(llm: LLM, *prompts: list[int], ways: list[dict[str, Any]]) -> list[
 def save(llm: LLM, *prompts: list[int]) -> list[RequestOutput]:
     """Answers of a prefill engine; its prefix cache forgets the prompts."""
     outputs = generate(llm, *prompts, ways=[ASKS] * len(prompts))
-    # What is offloaded leaves with the next step.
+    # Offloading happens in the next step.
     generate(llm, random_prompt(99, 3), ways=[SILENT])
     assert llm.reset_prefix_cache()
     return outputs
@@ -130,7 +130,7 @@ def test_rows_begin_behind_what_was_received_and_join(llm: LLM, model: Path, len
 
 @pytest.mark.parametrize("llm", CACHING, indirect=True)
 def test_received_tokens_may_lie_behind_cached_ones(llm: LLM, model: Path) -> None:
-    """These have rows, which a gap would part from the others."""
+    """The cached tokens have rows, but a gap would separate them from the others."""
     prompt = random_prompt(50, 4 * BLOCK + 5)
     save(llm, prompt)
     generate(llm, prompt[: 2 * BLOCK + 1], ways=[ASKS])
@@ -154,7 +154,7 @@ def test_one_step_receives_computes_and_is_silent(llm: LLM, model: Path) -> None
 
 
 def test_received_prefix_serves_a_longer_prompt_later(llm: LLM, model: Path) -> None:
-    """Its KV is in the prefix cache, its rows are not: they are computed, once."""
+    """Its KV is in the prefix cache without rows: its tokens are computed again, once."""
     prompt = random_prompt(40, LENGTH)
     save(llm, prompt)
     generate(llm, prompt, ways=[RECEIVES])

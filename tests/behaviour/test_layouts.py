@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes, one model: tensor, pipeline and data parallel engines return the rows that
-one process returns for the same tokens, in float32, and those of the oracle."""
+"""Tensor, pipeline and data parallel engines of several processes return the rows of one process
+for the same tokens, in float32, and those of the oracle."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ pytestmark = pytest.mark.slow
 
 # One worker on each of two cores.
 BOTH_CORES = "0|1"
-# Less and more than a chunk; the last one begins like the one before it.
+# Less and more than a chunk; the last prompt begins like the one before it.
 LENGTHS = (1, 40, CHUNK, 3 * CHUNK + 5, 90, 7, 150, 2 * CHUNK)
 PROMPTS = [random_prompt(i, n) for i, n in enumerate(LENGTHS)]
 PROMPTS.append([*PROMPTS[-1][:CHUNK], *random_prompt(99, 30)])
 MAX_TOKENS = 9
-# The second request is silent for itself: it says no.
+# The index of the prompt that declines.
 SILENT = 1
 
 
@@ -59,7 +59,7 @@ def workers(model: Path, **options: Any) -> Iterator[LLM]:
             yield llm
     started = set(psutil.Process().children(recursive=True)) - before
     _, alive = psutil.wait_procs(started, timeout=30)
-    # Python keeps one helper for all its life.
+    # Python's own helper process stays.
     alive = [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
     assert not alive
 
@@ -83,7 +83,7 @@ def serving(model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES) ->
         args=["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}", *arguments],
         env={
             "VLLM_CPU_OMP_THREADS_BIND": cores,
-            # Processes that tell each other their address: else it is that of a network card.
+            # Else processes would use the address of a network card.
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
         },
@@ -149,7 +149,7 @@ def test_rows_of_two_workers_are_those_of_one(
 
 @contextmanager
 def late(llm: LLM, rank: int, seconds: float) -> Iterator[None]:
-    """Each step of this rank begins and ends so much too late."""
+    """Delay the start and the end of each step of this rank."""
 
     def slow_down(wrapper: Any) -> None:
         worker = wrapper.worker
@@ -179,7 +179,7 @@ def late(llm: LLM, rank: int, seconds: float) -> Iterator[None]:
 def test_rank_that_is_late_changes_nothing(
     one_process: LLM, model: Path, two_workers: LLM, rank: int
 ) -> None:
-    """The other runs ahead of it as far as it may."""
+    """The other rank runs ahead as far as it can."""
     two_workers.reset_prefix_cache()
     in_time = generate(two_workers, PROMPTS)
     two_workers.reset_prefix_cache()
@@ -211,7 +211,7 @@ def test_rows_of_two_ranks_are_those_of_one_process(
 def test_client_that_reads_slowly_gets_all_its_rows(
     one_process: LLM, model: Path, two_ranks: Server
 ) -> None:
-    """The engine goes on meanwhile: others are answered, before the first line is read."""
+    """Meanwhile the engine answers others, before the first line is read."""
     body = {
         "token_ids": PROMPTS[3],
         "sampling_params": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 300},
@@ -233,7 +233,7 @@ def ready(first: Server, second: Server) -> Iterator[None]:
     """Servers of ranks 0 and 1, which wait for each other while they start."""
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
         started = pool.submit(stack.enter_context, first)
-        # vLLM gives up when this process takes 30 s, which two cores need for the servers alone.
+        # vLLM gives up after 30 s, which two cores need for the servers alone.
         while not started.done() and "Started DP Coordinator" not in first.log.read_text():
             time.sleep(0.1)
         stack.enter_context(second)
@@ -271,7 +271,7 @@ def test_rows_of_ranks_behind_an_external_load_balancer_are_those_of_one_process
 def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
     one_process: LLM, model: Path, tmp_path: Path
 ) -> None:
-    """Two nodes of this machine: what they say to each other goes through sockets."""
+    """Two nodes of one machine, which communicate through sockets."""
     arguments = [
         "--pipeline-parallel-size=2",
         "--nnodes=2",

@@ -25,7 +25,7 @@ from tests.behaviour.conftest import BLOCK, CHUNK, assert_rows, random_prompt
 INTERVAL = 2
 FIELDS = {"routed_experts", "routed_experts_start", "moe_layers", "num_prompt_tokens"}
 ASK = {"return_token_ids": True, "vllm_xargs": {"return_routed_experts": True}}
-# As clients of later releases, and of SGLang, spell it.
+# The spelling of later releases and of SGLang.
 ASK_ABOVE = {"return_token_ids": True, "return_routed_experts": True}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 # Answers of other endpoints have no place for rows.
@@ -57,7 +57,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    # A connection that idles while the oracle runs would be closed by the server.
+    # The server would close a connection that is idle while the oracle runs.
     limits = httpx.Limits(max_keepalive_connections=0)
     http = httpx.Client(trust_env=False, timeout=120, limits=limits)
     with openai.OpenAI(
@@ -179,12 +179,12 @@ def test_every_prompt_of_a_list_has_its_rows(
 def test_rows_of_text_that_is_kept_back_wait(
     client: openai.OpenAI, server: Server, model: Path
 ) -> None:
-    # Nothing of a call is streamed before the function's name is whole.
+    # Nothing of a call is streamed before the name of the function is complete.
     options = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}
     body = {"vllm_xargs": ASK["vllm_xargs"]}
     chunks = list(chat(client, server, words(7, 9), body, stream=True, **options))
     (choice,) = collect(*chunks).values()
-    # Token ids in every chunk would leave no text to keep back.
+    # With token ids, every step makes a chunk.
     (whole,) = collect(chat(client, server, words(7, 9), **options)).values()
     choice.prompt, choice.token_ids = whole.prompt, whole.token_ids
     assert len(choice.rows) < len(choice.token_ids) / INTERVAL / 2
@@ -361,7 +361,7 @@ def test_bad_argument_is_a_400_that_names_it(
     collect(complete(client, server, prompt, max_tokens=2))[0].assert_true(model)
 
 
-# Of the checkpoint.
+# Those of the checkpoint.
 LAYERS = TOP_K = 4
 COUNTERS = ("rows", "bytes", "store_hits", "store_misses", "recomputed_tokens", "store_evictions")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every request decides whether it gets rows, and its neighbours do not notice."""
+"""Every request decides whether it gets rows, without effect on others."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PROMPTS = [random_prompt(700 + i, n) for i, n in enumerate((5, 90, 33, 150, 64, 
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    """An engine that is opt-in only. Without prefix cache, its schedule does not depend on
-    who asks, so that tokens and logprobs must be equal bit for bit."""
+    """An opt-in engine. Without the prefix cache, its schedule does not depend on who asks, so
+    tokens and logprobs must be bitwise equal."""
     with running(model, routed_experts_opt_in=True, enable_prefix_caching=False) as llm:
         yield llm
 
@@ -130,7 +130,7 @@ def test_bad_argument_is_refused_and_the_engine_goes_on(
 
 
 def test_leftover_arguments_do_not_reach_a_worker_without_the_feature(off: LLM) -> None:
-    """A request that is made elsewhere has not passed the input processor."""
+    """A request from elsewhere may bypass the input processor."""
     engine = off.llm_engine
     params = make_params()
     request = engine.input_processor.process_inputs(

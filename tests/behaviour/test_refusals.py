@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot return true rows is refused when the engine starts, by name."""
+"""Settings that cannot return true rows are refused by name when the engine starts."""
 
 from __future__ import annotations
 

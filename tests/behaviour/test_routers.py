@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every router class of vLLM, with the capturer bound to it, without an engine.
+"""Every router class of vLLM with the capturer bound to it, without an engine.
 
-The CPU engine's MoE kernel chooses experts itself and never calls these. What each is here:
+The MoE kernel of the CPU engine selects experts itself and never calls these routers.
 
 | router | its ids come from | here |
 |---|---|---|
@@ -105,8 +105,8 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the CUDA kernels. As these, they fill the memory that they are given and
-    take it for contiguous."""
+    """Stand-ins for the CUDA kernels. Like these, they fill the memory that they get and assume
+    that it is contiguous."""
     import torch
     import torch.nn.functional as F
     import vllm._custom_ops as ops
@@ -164,7 +164,7 @@ def random_logits(experts: int = EXPERTS, tokens: int = TOKENS, seed: int = 0) -
 
 
 def select(router: Any, logits: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What the MoE kernel behind the router gets."""
+    """The ids and weights that the router passes to the MoE kernel."""
     import torch
 
     hidden = torch.zeros(len(logits), HIDDEN)
@@ -218,7 +218,7 @@ def test_rows_are_true_where_experts_cannot_be_grouped(
 
 
 def test_rows_of_hashed_tokens_are_those_of_the_table(bind: Callable[[Any], Any]) -> None:
-    """DeepSeek-V4: some layers choose by the token alone."""
+    """DeepSeek-V4: some layers select by the token id alone."""
     import torch
 
     table = random_logits(tokens=100).topk(TOP_K).indices.int()
@@ -335,7 +335,7 @@ def test_zero_experts_keep_their_ids(
     assert type(router).__name__ == "ZeroExpertRouter"
     capturer = bind({LAYER: router})
     logits = random_logits()
-    # The experts' kernel gets no id of a zero expert, the rows have all.
+    # The MoE kernel gets no id of a zero expert; the rows have all.
     assert select(router, logits).max() < EXPERTS - 2
     assert capturer.snapshot(TOKENS).max() >= EXPERTS - 2
     assert_chosen(capturer.snapshot(TOKENS), case, logits, bias)
@@ -371,8 +371,8 @@ for layers, top_k, experts in ((3, 4, 16), (17, 6, 300), (1, 1, 2)):
 
 
 def test_snapshot_kernel_gathers_transposes_and_narrows() -> None:
-    """In Triton's interpreter; compiled in tests/gpu. A process of its own, because Triton
-    decides when it is imported."""
+    """In Triton's interpreter, in another process, because Triton decides at import. tests/gpu runs
+    it compiled."""
     done = subprocess.run(
         [sys.executable, "-c", SNAPSHOT],
         env={**os.environ, "TRITON_INTERPRET": "1"},

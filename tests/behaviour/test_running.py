@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of the tests share a process: nothing of one may reach the next."""
+"""Engines of the tests share a process: no state of one may reach the next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_engine_is_gone_with_its_block(checkpoint: Callable[..., Path]) -> None:
             parts = [core, core.scheduler, runner, runner.model, *runner.kv_caches]
             return [weakref.ref(part) for part in parts]
 
-    run()  # starts what a process has once
+    run()  # starts what exists once per process
     gc.collect()
     threads, children = threading.active_count(), psutil.Process().children()
     left = run()
@@ -39,7 +39,7 @@ def test_engine_is_gone_with_its_block(checkpoint: Callable[..., Path]) -> None:
 def test_variable_counts_for_the_next_engine(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSeek's attention does not run on a CPU unless a variable says how."""
+    """DeepSeek's attention runs on a CPU only with a variable."""
     with running(checkpoint()):
         monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
         with running(checkpoint("deepseek_v2")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve`: /inference/v1/generate returns the rows of its tokens; silence counts as asking."""
+"""`vllm serve`: /inference/v1/generate returns the rows of its tokens, also to silent requests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_choice_has_its_rows(server: Server, model: Path) -> None:
     for choice in reply["choices"]:
         assert_true_answer(model, read_answer(prompt, {"choices": [choice]}))
         assert choice["num_prompt_tokens"] == 70
-        # Every layer of this model takes as many.
+        # All layers of this model have the same top-k.
         assert "moe_top_k" not in choice
 
 
@@ -105,7 +105,7 @@ def test_client_that_goes_away_disturbs_nobody(server: Server, model: Path) -> N
     chunks = stream(server, request(server, prompt, max_tokens=400))
     next(chunks)
     chunks.close()  # type: ignore[attr-defined]
-    # The same prefix, whose blocks the one that went away filled.
+    # The same prefix: its blocks were filled by the request that went away.
     assert_true_answer(model, server.generate(prompt, max_tokens=5, ignore_eos=True))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve`: to those who do not ask, every byte of an answer is the pristine server's.
+"""`vllm serve`: answers to silent requests equal those of the pristine server, byte for byte.
 
-Slow: two servers, and vLLM without the series, which `make demo-pristine` builds.
+This needs vLLM without the series, which `make demo-pristine` builds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 COMMON = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
-# Ids are random, times pass.
+# Ids are random, and time passes.
 CHANGING = re.compile(rb'"(id|request_id|created|system_fingerprint)":("[^"]*"|\d+|null)')
 COMPLETION = {"prompt": random_prompt(1, 40), "logprobs": 2, **COMMON}
 CHAT = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **COMMON}
@@ -63,7 +63,7 @@ def answer(server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]
 def answers(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, tuple[int, bytes]]]:
-    """Of each server, the answers by request. One server after the other."""
+    """The answers of each server by request. One server runs after the other."""
     model = checkpoint()
     setups: dict[str, tuple[list[str], dict[str, str]]] = {
         "pristine": ([], {"PYTHONPATH": str(PRISTINE)}),

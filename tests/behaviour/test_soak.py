@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make soak`: ten thousand requests, some of them aborted, and nothing is left of them."""
+"""`make soak`: ten thousand requests, some of them aborted, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_BLOCKS = 64
 
 
 def litter() -> set[str]:
-    """Shared memory segments, and what vLLM could leave among temporary files."""
+    """Shared memory segments, and temporary files of vLLM."""
     shared = {f"shm/{name}" for name in os.listdir("/dev/shm")}
     temporary = {f"tmp/{name}" for name in os.listdir(tempfile.gettempdir()) if "vllm" in name}
     return shared | temporary
@@ -86,5 +86,5 @@ def test_soak(checkpoint: Callable[..., Path]) -> None:
     gc.collect()
     assert litter() <= litter_before
     left = [c.cmdline() for c in process.children(recursive=True) if c.pid not in children_before]
-    # Python's own helper lives as long as this process.
+    # Python's own helper process stays.
     assert not [command for command in left if "resource_tracker" not in " ".join(command)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding: rejected drafts leave no rows, and draft layers never appear.
 
-N-gram drafts come from the prompt; MTP drafts from a layer of the model's own that routes as
-well, one number behind the target's last; EAGLE drafts from a model of its own, without a router.
+N-gram drafts come from the prompt. MTP drafts come from a layer of the model that routes too, with
+the number after the target's last. EAGLE drafts come from another model, without a router.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 LAYERS = 4
-# Residual streams that follow the token rather than what layers add to it, so that a draft
-# from the token alone is right often enough, and wrong often enough.
+# Makes residual streams depend mostly on the token, so that drafts from the token alone are often
+# right and often wrong.
 EMBEDDING_SCALE = 24.0
 
 
@@ -54,7 +54,7 @@ class Speculating:
 
 
 def repetitive_prompt(seed: int, length: int) -> list[int]:
-    """The same few tokens again and again."""
+    """A prompt that repeats a few tokens."""
     return list(itertools.islice(itertools.cycle(random_prompt(seed, 9)), length))
 
 
@@ -173,7 +173,7 @@ def speculating(
 
 @pytest.fixture
 def dropped(speculating: Speculating, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many accepted tokens behind the end each step of a request throws away."""
+    """How many accepted tokens after its end each step of a request drops."""
     scheduler = scheduler_of(speculating.llm)
     update = scheduler._update_request_with_output
     dropped: list[int] = []
@@ -233,7 +233,7 @@ def test_rows_end_with_the_last_token_allowed(speculating: Speculating, dropped:
 
 
 def test_rows_behind_a_prefix_made_with_drafts_are_true(speculating: Speculating) -> None:
-    """Blocks are cached with accepted tokens only, and so are their rows."""
+    """Only accepted tokens and their rows are cached."""
     prompt = repetitive_prompt(50, BLOCK + 5)
     (first,) = speculating.ask(prompt, max_tokens=3 * BLOCK)
     conversation = [*prompt, *first.outputs[0].token_ids, *random_prompt(51, 5)]

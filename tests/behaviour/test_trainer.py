@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's client checks what it reads; replay makes a model take the given experts.
+"""The client checks what it reads; replay makes a model take the given experts.
 
-No engine: answers are made here, and models are those of `transformers`. With a server:
-test_server.py.
+Without an engine: answers are made here, and models are those of `transformers`. test_server.py
+tests the client with a server.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def encode(array: np.ndarray, save: Callable[..., None] = np.save) -> str:
 
 
 def make_rows(count: int, dtype: type = np.uint8) -> np.ndarray:
-    """Rows whose values tell their position; the dense layer is zero."""
+    """Rows whose values show their position; the dense layer is zero."""
     rows = np.zeros((count, LAYERS, TOP_K), dtype)
     for layer in MOE_LAYERS:
         rows[:, layer] = np.arange(count)[:, None] * 10 + [layer + 1, layer + 2]
@@ -234,7 +234,7 @@ def test_aborted_answer_may_have_fewer_rows() -> None:
 
 @contextmanager
 def answering(status: int, body: bytes) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server that gives one answer to everything; its address and what it was sent."""
+    """Run a server with one answer for all requests. Yields its URL and what it received."""
     sent: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -362,8 +362,8 @@ def random_routes(model: Any, family: str, tokens: torch.Tensor) -> torch.Tensor
 
 @contextmanager
 def watching(blocks: dict[int, Any]) -> Iterator[dict[int, list[set[int]]]]:
-    """By layer and token, which experts were fed the token's hidden state: read off the
-    experts' inputs, whatever the router said."""
+    """By layer and token, the experts that received the token's hidden state, as seen at the inputs
+    of the experts."""
     used: dict[int, list[set[int]]] = {}
     hidden: dict[int, torch.Tensor] = {}
     handles = []
@@ -537,7 +537,7 @@ def test_routes_that_do_not_fit_are_an_error(
     routes = change(random_routes(model, "qwen3_moe", tokens))
     with pytest.raises(ReplayError, match=told), replay(model, routes, moe_layers):
         model(tokens, use_cache=False)
-    # The model is itself again.
+    # The model is unchanged again.
     assert not any("forward" in vars(layer) for layer in model.model.layers)
     assert torch.equal(model(tokens, use_cache=False).logits, plain)
 

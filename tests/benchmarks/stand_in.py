@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM of a few lines with a clock of its own: a step takes 1 ms, 1.5 ms when a request asks.
+"""A small stand-in for vLLM with its own clock: a step takes 1 ms, or 1.5 ms if a request asks.
 
-`make_stand_in` writes it into a folder for PYTHONPATH: what the benchmark does with engines can be
-tested in seconds.
+`make_stand_in` writes it into a folder for PYTHONPATH, so that the benchmark can be tested in
+seconds.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark as a program, with engines that are stand-ins."""
+"""The benchmark as a program, with stand-ins for engines."""
 
 import json
 import os

@@ -29,7 +29,7 @@ sys.exit({status})
 
 @dataclass(frozen=True)
 class Stage:
-    """A place to run scripts in, with programs of its own before the machine's."""
+    """A folder to run scripts in, with stand-ins for programs in front of the machine's."""
 
     place: Path
 
@@ -38,7 +38,7 @@ class Stage:
         return self.place / "calls"
 
     def program(self, name: str, out: str = "", status: int = 0) -> None:
-        """A program that notes how it was called, prints ``out`` and ends with ``status``."""
+        """Write a program that records its call, prints ``out`` and exits with ``status``."""
         path = self.place / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(

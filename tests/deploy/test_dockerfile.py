@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Dockerfile promises, read off its lines. hadolint reads them too (make lint)."""
+"""The lines of the Dockerfile keep its promises. hadolint reads them too (make lint)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every script that the Dockerfile runs does its work, and refuses what it should."""
+"""The scripts of the Dockerfile do their work, and refuse bad input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_reference_without_a_digest_is_refused(stage: Stage, reference: str) -
 
 @pytest.fixture
 def base(stage: Stage) -> Stage:
-    """A base image that does."""
+    """A base image that is accepted."""
     stage.program("uname", "x86_64\n")
     stage.program("getconf", "glibc 2.39\n")
     stage.program("nvcc", NVCC)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is handed to Docker, Ray and Kubernetes: digests, probes, memory, and flags that exist."""
+"""Files and commands for Docker, Ray and Kubernetes: digests, probes, memory, existing flags."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_every_flag_is_one_of_the_installed_vllm(stage: Stage) -> None:
     }
     for name, words in lines.items():
         parser = make_arg_parser(FlexibleArgumentParser())
-        # Spelt out: the parser would take a beginning of a flag for the flag.
+        # Complete names: the parser would accept the beginning of a flag.
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
         assert flags <= parser._option_string_actions.keys(), name
         parsed = parser.parse_args(words)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous EPLB on one GPU: its own thread, streams and events, late on purpose.
+"""Asynchronous EPLB on one GPU, with delayed streams and events.
 
 One rank cannot exchange experts with another, but moves them through the same buffer: every
 rebalance is a random permutation of all experts of all layers. `tests/eplb/stress.py` covers the
@@ -94,7 +94,7 @@ class Model:
 
 
 class RandomPolicy:
-    """Any permutation of the experts, as often as wanted."""
+    """Random permutations of the experts."""
 
     @staticmethod
     def rebalance_experts(*args: Any) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_model_always_reads_the_experts_of_its_map(
     def late_move(**kwargs: Any) -> None:
         nonlocal moves
         moves += 1
-        # The host is far ahead of the stream that reads the buffer.
+        # The host runs far ahead of the stream that reads the buffer.
         delay()
         move_from_buffer(**kwargs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make layouts` compares, without engines: broken rows must be noticed."""
+"""The comparisons of `make layouts`, without engines: they must find broken rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def route(logits: Logits) -> dict[int, Answer]:
 
 
 def exchange(answer: Answer, position: int, layer: int, logits: Logits, index: int) -> None:
-    """The k-th expert for the next one, whose logits become nearly equal."""
+    """Replace the k-th expert by the next one, whose logit becomes nearly equal."""
     order = np.argsort(-logits[index][layer][position])
     logits[index][layer][position, order[TOP_K]] = (
         logits[index][layer][position, order[TOP_K - 1]] - 0.001

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a GPU: rows are the top-k of the router's own logits in the same forward pass.
 
-The oracle taps the logits in front of the router, into buffers that the CUDA graph writes too,
-and takes the k greatest in torch. Logits in bfloat16 are often equal, and either of two equal
-ones is right: what is compared is the logits of the chosen experts.
+The oracle copies the logits in front of the router into buffers that the CUDA graph writes too, and
+takes the k greatest in torch. Logits in bfloat16 are often equal, and either of two equal ones is
+right, so the logits of the chosen experts are compared.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Tap:
         patch.setattr(GPUModelRunner, "_snapshot_routed_experts", tapped_snapshot)
 
     def take(self) -> dict[str, dict[int, list[np.ndarray]]]:
-        """(layers, experts) float32 of every pass, by request and position; forgets all."""
+        """(layers, experts) float32 of every pass, by request and position, since the last call."""
         logits: dict[str, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
         for tensors, by_layer in self.steps:
             stacked = torch.stack([by_layer[layer] for layer in sorted(by_layer)], 1)
@@ -150,7 +150,7 @@ def start(model: Path, tap: Tap) -> Iterator[Callable[..., LLM]]:
 
         while running:
             running.pop().llm_engine.engine_core.shutdown()
-        # An engine in this process leaves its groups behind; other tests make their own.
+        # An engine in this process leaves its process groups; other tests make their own.
         cleanup_dist_env_and_memory()
 
     yield make
@@ -178,9 +178,9 @@ def generate(llm: LLM, prompts: list[list[int]], asks: list[bool], **sampling: A
 
 
 def assert_true_rows(outputs: list[RequestOutput], tap: Tap, preempted: bool = False) -> None:
-    """Every row's chosen logits are the greatest of the request's own last forward pass, or, for
-    a cached prefix, of the pass of the request that computed it. A preempted request computes
-    rows anew that were handed out: there, any of its passes may be the one."""
+    """The chosen logits of every row are the greatest of the request's last forward pass, or, for a
+    cached prefix, of the pass of the request that computed it. A preempted request computes
+    returned rows again, so any of its passes may match."""
     logits = tap.take()
     by_prefix: dict[tuple[int, ...], list[np.ndarray]] = {}
     sequences = {}
@@ -232,7 +232,7 @@ def test_graphs_and_asynchronous_scheduling(start: Callable[..., LLM], tap: Tap)
     assert config.scheduler_config.async_scheduling
     assert config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     assert_true_rows(mixed_batch(llm), tap)
-    # Again: now everything hits the prefix cache, whose rows come from the store.
+    # The second time everything hits the prefix cache, and rows come from the store.
     first, second = (generate(llm, [prompt(9, 600)], [True]) for _ in range(2))
     assert second[0].num_cached_tokens > 500
     np.testing.assert_array_equal(
@@ -276,7 +276,7 @@ def test_gpt_oss_with_its_default_kernel(
     llm = start(tmp_path, load_format="dummy", skip_tokenizer_init=True)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     for layer in runner.get_model().model.layers:
-        # Weights of the dummy format send every token the same way.
+        # Dummy weights route every token alike.
         layer.mlp.router.weight.data.normal_(std=0.5)
         experts = layer.mlp.experts.quant_method
         assert experts.is_monolithic

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the soak on several GPUs starts, without starting it."""
+"""The engines that the soak on several GPUs would start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_engines_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     started: list[tuple[dict[str, Any], dict[str, str]]] = []
 
     class Ended:
-        """An engine that is there and has ended."""
+        """An engine that has ended."""
 
         def __init__(self, command: list[str], log: Path, env: dict[str, str]) -> None:
             started.append((json.loads(Path(command[-1]).read_text()), env))
