@@ -6,7 +6,7 @@ here=$(dirname "${BASH_SOURCE[0]}")
 "$here/../pinned-image.sh" "${1:-}"
 
 refuse() {
-    printf 'error: this base image does not do: %s\n  expected: %s\n  found:    %s\n' "$1" "$2" "$3" >&2
+    printf 'error: this base image cannot be used: %s\n  expected: %s\n  found:    %s\n' "$1" "$2" "$3" >&2
     exit 1
 }
 

@@ -19,7 +19,7 @@ lists=${LISTS:-/var/lib/apt/lists}
 notes=${NOTES:-/usr/share/vllm-routed-experts}
 apt-get update --quiet
 if ! apt-get install --quiet --yes --no-install-recommends "${packages[@]}"; then
-    echo "error: this base image does not do: its distribution lacks one of ${packages[*]}" >&2
+    echo "error: this base image cannot be used: its distribution lacks one of ${packages[*]}" >&2
     echo "  expected: Ubuntu 24.04" >&2
     exit 1
 fi
