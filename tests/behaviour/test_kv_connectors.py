@@ -50,10 +50,11 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 
 
 # All connectors with the prefix cache, and one without.
-CACHING = [(name, True) for name in CONNECTORS]
+CACHING = [pytest.param((name, True), id=name) for name in CONNECTORS]
+WITHOUT = pytest.param(("memory", False), id="memory without prefix cache")
 
 
-@pytest.fixture(scope="module", params=[*CACHING, ("memory", False)])
+@pytest.fixture(scope="module", params=[*CACHING, WITHOUT])
 def llm(
     model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LLM]:
@@ -166,7 +167,7 @@ def test_received_prefix_serves_a_longer_prompt_later(llm: LLM, model: Path) -> 
     assert len(scheduler_of(llm).routed_experts_manager) == 0
 
 
-@pytest.mark.parametrize("llm", [("memory", True), ("memory", False)], indirect=True)
+@pytest.mark.parametrize("llm", [CACHING[0], WITHOUT], indirect=True)
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_tokens_that_failed_to_load_are_computed(llm: LLM, model: Path, lost: int) -> None:
     prompt = random_prompt(60 + lost, LENGTH)
