@@ -108,6 +108,18 @@ def test_a_later_patch_does_not_mend_an_earlier_one(series: Toy) -> None:
     assert "vllm.late" in early[IMPORTS].details
 
 
+@pytest.mark.parametrize(
+    "again", ["", 'as error:\n    raise ImportError("pip install it") from error']
+)
+def test_a_module_may_want_what_is_not_installed(series: Toy, again: str) -> None:
+    text = f"{HEADER}import not_installed\n"
+    if again:
+        text = f"{HEADER}try:\n    import not_installed\nexcept ImportError {again}\n"
+    series.commit("[Core] Want a library", {"vllm/rows.py": text})
+    (found,) = checked(series, IMPORTS)
+    assert found[IMPORTS].good
+
+
 def test_a_module_from_another_place_is_no_proof(series: Toy) -> None:
     elsewhere = series.root / "elsewhere.py"
     elsewhere.write_text("")

@@ -49,10 +49,12 @@ import importlib, pathlib, sys
 for name in sys.argv[1:]:
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "vllm":
+    except ImportError as error:
+        # Some modules say in other words what they want.
+        missing = getattr(error.__cause__ or error, "name", None) or "vllm"
+        if missing.partition(".")[0] == "vllm":
             raise
-        print(f"{name} wants {error.name}, which is not installed")
+        print(f"{name} wants {missing}, which is not installed")
         continue
     file = pathlib.Path(module.__file__).resolve()
     if not file.is_relative_to(pathlib.Path.cwd()):
