@@ -230,6 +230,7 @@ def survives(mutant: Mutant, installed: Path) -> bool:
                 "-q",
                 "-p",
                 "no:cacheprovider",
+                "--hypothesis-profile=unshrunk",
                 "tests/property",
             ],
             cwd=ROOT,
