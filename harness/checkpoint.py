@@ -332,6 +332,7 @@ def _write_model(path: Path, spec: Family, settings: Mapping[str, Any]) -> None:
                     bias.uniform_(-0.05, 0.05)
     model.to(getattr(torch, settings["dtype"]))
     model.generation_config = transformers.GenerationConfig(eos_token_id=0, pad_token_id=3)
+    transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(path, safe_serialization=True)
 
 

@@ -26,6 +26,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from harness.lines import FIRST, LINES
 from harness.process import Kept, free_port
 
 # (rows, layers, top-k): the experts that tokens chose.
@@ -59,14 +60,14 @@ class Answer:
         rows: (P + O - 1 - start, L, K) uint8 or uint16, the experts of positions `start` to
             P + O - 2 at every decoder layer. None when the server sent none.
         start: position of the first row.
-        moe_layers: the decoder layers that route.
+        moe_layers: the decoder layers that route. None where the line's answers do not state them.
     """
 
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
     rows: Rows | None
     start: int
-    moe_layers: tuple[int, ...]
+    moe_layers: tuple[int, ...] | None
 
 
 class Server(Kept):
@@ -79,7 +80,8 @@ class Server(Kept):
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         *,
-        timeout_s: float = 300.0,
+        line: str = FIRST,
+        timeout_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Prepare; nothing starts yet.
@@ -87,19 +89,22 @@ class Server(Kept):
         Args:
             checkpoint: folder to serve.
             log: file for the server's output, overwritten.
-            args: arguments of `vllm serve` on top of `ARGUMENTS`, which they override.
-            env: variables on top of `ENVIRONMENT`.
-            timeout_s: how long it may take to be ready.
+            args: arguments of `vllm serve`; they override `ARGUMENTS` and the line's.
+            env: variables on top of `ENVIRONMENT` and the line's.
+            line: of `patches/`, the one that the `vllm` is of.
+            timeout_s: how long it may take to be ready, if not the line's `ready_s`.
             progress: called while waiting.
         """
         self.checkpoint = str(checkpoint)
-        self.timeout_s = timeout_s
+        self.line = LINES[line]
+        self.timeout_s = self.line.ready_s if timeout_s is None else timeout_s
         self.progress = progress
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.checkpoint]
-        command += [*ARGUMENTS, *args, "--host=127.0.0.1", f"--port={self.port}"]
-        super().__init__(command, log, env)
+        command += [*ARGUMENTS, *self.line.arguments, *args]
+        command += ["--host=127.0.0.1", f"--port={self.port}"]
+        super().__init__(command, log, {**self.line.variables(), **(env or {})})
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -132,7 +137,7 @@ class Server(Kept):
             },
             timeout_s,
         )
-        return read_answer(token_ids, reply)
+        return read_answer(token_ids, reply, states_place=self.line.states_place)
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
         """POST JSON and read JSON.
@@ -194,8 +199,15 @@ class Server(Kept):
             time.sleep(0.1)
 
 
-def read_answer(prompt: Sequence[int], reply: Mapping[str, Any]) -> Answer:
+def read_answer(
+    prompt: Sequence[int], reply: Mapping[str, Any], *, states_place: bool = True
+) -> Answer:
     """Read a reply of `/inference/v1/generate`, rows included if there are any.
+
+    Args:
+        prompt: P ids, as sent.
+        reply: its JSON.
+        states_place: see `Line`. Without it, rows must begin at position 0.
 
     Raises:
         ServerError: fields are missing or have another form.
@@ -205,8 +217,8 @@ def read_answer(prompt: Sequence[int], reply: Mapping[str, Any]) -> Answer:
         token_ids = tuple(int(t) for t in choice["token_ids"])
         if choice.get("routed_experts") is None:
             return Answer(tuple(prompt), token_ids, None, 0, ())
-        start = int(choice["routed_experts_start"])
-        layers = tuple(int(i) for i in choice["moe_layers"])
+        start = int(choice["routed_experts_start"]) if states_place else 0
+        layers = tuple(int(i) for i in choice["moe_layers"]) if states_place else None
         rows = decode_rows(choice["routed_experts"])
     except (KeyError, IndexError, TypeError, ValueError) as e:
         raise ServerError(f"the answer cannot be read: {type(e).__name__}: {e}") from e

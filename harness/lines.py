@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between the lines of `patches/` when their `vllm serve` runs on a CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# A folder for PYTHONPATH: the package `triton_interpreted`, and metadata that Triton finds it by.
+_INTERPRETED = Path(__file__).with_name("interpreted")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line's server, on top of `server.ARGUMENTS` and `process.ENVIRONMENT`.
+
+    Attributes:
+        arguments: of `vllm serve`; they override `ARGUMENTS`.
+        environment: variables; they override `ENVIRONMENT`.
+        packages: folder to put first on PYTHONPATH, if any.
+        states_place: whether answers state the position of the first row and the MoE layers.
+            Otherwise rows begin where the request asked.
+        ready_s: seconds that the server may take to be ready.
+    """
+
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    packages: Path | None = None
+    states_place: bool = True
+    ready_s: float = 300.0
+
+    def variables(self) -> dict[str, str]:
+        """`environment`, and PYTHONPATH if the line has `packages`."""
+        if self.packages is None:
+            return dict(self.environment)
+        rest = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([str(self.packages), *([rest] if rest else [])])
+        return {**self.environment, "PYTHONPATH": path}
+
+
+FIRST = "v0.20.2"
+LINES: dict[str, Line] = {
+    FIRST: Line(),
+    # Model Runner V2 returns the rows. Its Triton kernels run in Triton's interpreter. The model is
+    # compiled, as by default: the release loses the rows there.
+    "v0.33.0": Line(
+        arguments=(
+            "--no-enforce-eager",
+            "--kernel-config.enable_jit_warmup=false",
+            "--enable-scale-out",  # /inference/v1/generate
+        ),
+        environment={
+            "TORCH_COMPILE_DISABLE": "0",
+            "TRITON_INTERPRET": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        },
+        packages=_INTERPRETED,
+        states_place=False,
+        ready_s=900.0,
+    ),
+}
