@@ -40,6 +40,8 @@ NEED_GB ?= 12
 # Where pinned sources and base wheels come from: make WHEELHOUSE=DIR takes them from a directory,
 # make OFFLINE=1 asks no index.
 FROM = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
+# The demo of another line than the first.
+DEMO = $(addprefix --out $(MADE)/demo --on ,$(OTHER))
 # The tests of a line: the first one's are all but the other lines'.
 TESTS = $(if $(OTHER),tests/$(LINE),$(patsubst %,--ignore=tests/%,$(filter-out $(LINE),$(LINES))))
 # The name that `make image` gives.
@@ -89,15 +91,15 @@ help-all: ## List every target
 
 .PHONY: demo
 demo: $(INSTALLED) ## Serve a small MoE model and compare every captured row with an oracle
-	@exec $(PY) -m demos.rows
+	@exec $(PY) -m demos.rows $(DEMO) $(ARGS)
 
 .PHONY: demo-corrupt
 demo-corrupt: $(INSTALLED) #> The demo with one captured id flipped: must fail
-	@exec $(PY) -m demos.rows --corrupt
+	@exec $(PY) -m demos.rows $(DEMO) --corrupt $(ARGS)
 
 .PHONY: demo-pristine
 demo-pristine: $(PRISTINE) #> The demo on vLLM without the series: must fail
-	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m demos.rows --pristine
+	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m demos.rows $(DEMO) --pristine
 
 .PHONY: replay
 replay: $(INSTALLED) #> Replay the server's routes in a trainer: its log-probs with and without

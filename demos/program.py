@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from harness.checkpoint import SETTINGS_FILE, make_checkpoint
+from harness.lines import FIRST
 from harness.server import Server, ServerError
 
 NEEDED_BYTES = 200 << 20
@@ -130,12 +131,19 @@ def checkpoint(console: Console, out: Path, **options: Any) -> Path:
 
 @contextlib.contextmanager
 def serving(
-    console: Console, model: Path, log: Path, args: Sequence[str], env: Mapping[str, str]
+    console: Console,
+    model: Path,
+    log: Path,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    line: str = FIRST,
 ) -> Iterator[Server]:
     """Start a `Server`, print how long it took, and stop it at the end."""
     with contextlib.ExitStack() as running:
         with Waiting(console, "starting vllm serve") as waiting:
-            server = running.enter_context(Server(model, log, args, env, progress=waiting.progress))
+            server = running.enter_context(
+                Server(model, log, args, env, line=line, progress=waiting.progress)
+            )
         version = json.loads(server.get("/version"))["version"]
         console.print(
             f"[bold]server[/]      vLLM {escape(str(version))}, ready after {waiting.elapsed:.0f} s"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: serve a small MoE model, get the experts of every token over HTTP, and check them.
 
-    python -m demos.rows [--out DIR] [--corrupt | --pristine]
+    python -m demos.rows [--on LINE] [--out DIR] [--eager] [--corrupt | --pristine]
 
 Exit status: 0 all rows agree; 1 failed, with the reason in one sentence; 2 wrong arguments; 130 or
 143 ended by Ctrl-C or SIGTERM. No process is left behind.
@@ -25,6 +25,7 @@ from demos import program
 from demos.program import Failure, Waiting
 from demos.rows import report
 from harness import text
+from harness.lines import FIRST, LINES
 from harness.oracle import Comparison, Oracle, compare
 from harness.process import Kept
 from harness.server import Answer, Rows
@@ -55,7 +56,7 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
     with ThreadPoolExecutor(1) as background:
         # Loading transformers takes seconds: use those in which the server starts.
         loading = background.submit(Oracle, checkpoint)
-        answers = _ask(checkpoint, prompts, out / "server.log", env, console)
+        answers = _ask(args, checkpoint, prompts, env, console)
         rows = [answer.rows for answer in answers if answer.rows is not None]
         if len(rows) < len(answers):
             reason = "the answer has no routed_experts field"
@@ -63,6 +64,12 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
                 reason += f", and {_look_offline(checkpoint, out, env, console)}"
             raise Failure(f"this vLLM does not return routed experts: {reason}")
         if args.pristine:
+            if not any(r.any() for r in rows):
+                count, (layers, top_k) = sum(map(len, rows)), rows[0].shape[1:]
+                raise Failure(
+                    f"this vLLM returns only zero rows ({count:,} rows of {layers} layers x "
+                    f"{top_k} ids, all 0)"
+                )
             raise Failure("this vLLM is not pristine: its answers have routed_experts")
         oracle = loading.result()
 
@@ -97,21 +104,23 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
 
 
 def _ask(
+    args: argparse.Namespace,
     checkpoint: Path,
     prompts: Sequence[text.Prompt],
-    log: Path,
     env: dict[str, str],
     console: Console,
 ) -> list[Answer]:
     """Start a server, send it the prompts wave by wave, and stop it. Returns answers in order."""
-    args = [
+    arguments = [
         "--enable-return-routed-experts",
         "--enable-prefix-caching",
         "--enable-chunked-prefill",
         f"--max-num-batched-tokens={CHUNK}",
+        *(["--enforce-eager"] if args.eager else []),
     ]
+    log = args.out / "server.log"
     answers: dict[str, Answer] = {}
-    with program.serving(console, checkpoint, log, args, env) as server:
+    with program.serving(console, checkpoint, log, arguments, env, args.on) as server:
         began = time.monotonic()
         with console.status("asking"), ThreadPoolExecutor(8) as senders:
             for wave in sorted({p.wave for p in prompts}):
@@ -164,9 +173,9 @@ def _check(prompt: text.Prompt, answer: Answer, rows: Rows, oracle: Oracle) -> C
     """Compare one answer's rows with the oracle's route through the same tokens."""
     if answer.start != 0:
         raise Failure(f"prompt {prompt.name!r}: rows start at {answer.start}, 0 was asked for")
-    if answer.moe_layers != oracle.layers:
+    if answer.moe_layers not in (None, oracle.layers):
         raise Failure(
-            f"prompt {prompt.name!r}: moe_layers is {list(answer.moe_layers)}, "
+            f"prompt {prompt.name!r}: moe_layers is {list(answer.moe_layers or ())}, "
             f"transformers has routers in {list(oracle.layers)}"
         )
     if rows.shape[-1] != oracle.top_k or len(answer.token_ids) != prompt.max_tokens:
@@ -218,6 +227,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "token's experts over HTTP and compare them with Hugging Face transformers.",
         out="build/demo",
     )
+    parser.add_argument(
+        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+    )
+    parser.add_argument(
+        "--eager", action="store_true", help="without torch.compile, as the first line always is"
+    )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(
         "--corrupt", action="store_true", help="change one captured id first; must then fail"
@@ -225,7 +240,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     way.add_argument(
         "--pristine",
         action="store_true",
-        help="say also what an unpatched vLLM returns offline; must fail",
+        help="say what an unpatched vLLM returns, also offline; must fail",
     )
     return parser.parse_args(argv)
 
