@@ -242,7 +242,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="say what an unpatched vLLM returns, also offline; must fail",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.eager and args.pristine:
+        parser.error("--pristine shows the release in its line's own mode: leave out --eager")
+    return args
 
 
 if __name__ == "__main__":

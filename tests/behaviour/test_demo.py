@@ -39,6 +39,13 @@ def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
     assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_eager_is_refused_with_pristine(tmp_path: Path) -> None:
+    done = run_demo("rows", tmp_path / "out", "--eager", "--pristine")
+    assert done.returncode == 2
+    assert "leave out --eager" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
