@@ -40,6 +40,8 @@ NEED_GB ?= 12
 # Where pinned sources and base wheels come from: make WHEELHOUSE=DIR takes them from a directory,
 # make OFFLINE=1 asks no index.
 FROM = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
+# Where records of a line go.
+RECORDS := benchmarks/results$(addprefix /,$(OTHER))
 # The demo of another line than the first.
 DEMO = $(addprefix --out $(MADE)/demo --on ,$(OTHER))
 # The tests of a line: the first one's are all but the other lines'.
@@ -145,7 +147,7 @@ mutants: $(INSTALLED) #> Break the scheduler-side code in named ways: the proper
 
 .PHONY: upstream-tests
 upstream-tests: $(INSTALLED) $(PRISTINE) #> vLLM's own tests with and without the series: only what it touches may differ
-	@exec $(PY) -m tools --on $(LINE) upstream test --out benchmarks/results/upstream-tests.md
+	@exec $(PY) -m tools --on $(LINE) upstream test --out $(RECORDS)/upstream-tests.md
 
 .PHONY: check
 check: lint apply ## Lint; check the series; check that exporting it changes nothing
@@ -154,7 +156,7 @@ check: lint apply ## Lint; check the series; check that exporting it changes not
 
 .PHONY: check-patches
 check-patches: $(INSTALLED) #> Every patch at its own place: imports, linters, types, the tests it touches
-	@exec $(PY) -m tools --on $(LINE) series check-patches --out benchmarks/results/check-patches.md
+	@exec $(PY) -m tools --on $(LINE) series check-patches --out $(RECORDS)/check-patches.md
 
 .PHONY: lint
 lint: $(TOOLS_LOCKED) #> Run every linter on every committed file

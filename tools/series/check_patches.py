@@ -117,6 +117,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             "Types: mypy finds nothing that it does not find before the patch. Tests: the files "
             "it touches. `make check-patches` writes this file."
         )
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(render(rows, about), encoding="utf-8")
     failed = [
         f"{name}, {check}: {found.said}\n{found.details}"

@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             "(`tools/upstream/hubcache.py`). Each wheel is tested with its own tree's tests. "
             "`make upstream-tests` writes this file."
         )
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(render(comparisons, about), encoding="utf-8")
     verdicts = Counter(c.verdict for c in comparisons)
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
