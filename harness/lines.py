@@ -21,7 +21,7 @@ class Line:
         environment: variables; they override `ENVIRONMENT`.
         packages: folder to put first on PYTHONPATH, if any.
         states_place: whether answers state the position of the first row and the MoE layers.
-            Otherwise rows begin where the request asked.
+            Otherwise rows must begin at position 0.
         ready_s: seconds that the server may take to be ready.
     """
 

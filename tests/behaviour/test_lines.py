@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.lines import LINES
+from harness.lines import FIRST, LINES
 from harness.server import ARGUMENTS, Server, ServerError, read_answer
-from tests.real import PROJECTS
+from tests.real import PROJECT, PROJECTS
 
 SECOND = "v0.33.0"
 
@@ -29,6 +29,7 @@ def reply(**fields: Any) -> dict[str, Any]:
 
 def test_every_line_of_the_patches_is_described() -> None:
     assert set(LINES) == {project.line for project in PROJECTS}
+    assert PROJECT.line == FIRST
 
 
 def test_first_line_adds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
