@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series on another release: what moves, what stops, and that nothing moves by halves."""
 
-import json
 import re
 import shutil
 import tomllib
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import tools.series.rebase
 import tools.series.replay
 from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git
 from tests.tools.upstream import Index, commit, everything, make_clone, make_index
@@ -43,8 +41,9 @@ def pin(toy: Toy) -> dict[str, Any]:
     return tomllib.loads((toy.pin).read_text())
 
 
-def work(toy: Toy) -> Path:
-    return toy.build / "rebase/vllm"
+def unmoved(toy: Toy) -> dict[str, object]:
+    """What stays as it is while a rebase is under way."""
+    return {name: everything(toy)[name] for name in ("pin", "series", "lines", "root")}
 
 
 def rebase(toy: Toy, *arguments: str) -> str:
@@ -64,7 +63,7 @@ def clash(toy: Toy, index: Index) -> str:
 def resolve(toy: Toy, value: str) -> None:
     """Settle what the release and the first patch both changed."""
     text = ENVS.replace("SETTING_9 = 9\n", f"SETTING_9 = {value}\n")
-    (work(toy) / "vllm/envs.py").write_text(text)
+    (toy.tree / "vllm/envs.py").write_text(text)
 
 
 # --- moving -------------------------------------------------------------------------------------
@@ -172,44 +171,40 @@ def test_an_unknown_commit_is_said_and_leaves_the_submodule(toy: Toy, index: Ind
     assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "c" * 40
 
 
-@pytest.mark.parametrize("act", [("branch", "mine"), ("stash",)], ids=["branch", "stash"])
-def test_a_build_tree_with_work_of_its_own_is_kept_aside(
-    toy: Toy, index: Index, act: tuple[str, ...]
+@pytest.mark.parametrize("words", [("branch", "mine"), ("stash",)], ids=["branch", "stash"])
+def test_branches_and_stashes_of_the_build_tree_stay(
+    toy: Toy, index: Index, words: tuple[str, ...]
 ) -> None:
     toy.edit("vllm/envs.py", "SETTING_1 = 1\n", "SETTING_1 = 'mine'\n")
-    if act == ("stash",):
-        git(toy.tree, "-c", "user.name=a", "-c", "user.email=a@b", "stash")
-    else:
-        git(toy.tree, "checkout", "--quiet", "vllm/envs.py")
-        git(toy.tree, *act)
+    git(toy.tree, *words)
+    git(toy.tree, "checkout", "--quiet", "vllm/envs.py")
+    refs = ("for-each-ref", "refs/heads/mine", "refs/stash")
+    before = git(toy.tree, *refs)
+    assert before
     index.publish(NEXT, MOVED)
-    kept = toy.build / f"vllm-{VERSION}"
-    assert f"kept in {kept}" in rebase(toy, "--onto", NEXT)
-    assert git(kept, "for-each-ref", "refs/heads/mine", "refs/stash")
+    rebase(toy, "--onto", NEXT)
+    assert git(toy.tree, *refs) == before
 
 
 # --- conflicts ----------------------------------------------------------------------------------
 
 
 def test_a_conflict_names_patch_files_and_the_next_commands(toy: Toy, index: Index) -> None:
-    before = everything(toy)
+    before = unmoved(toy)
     error = clash(toy, index)
     assert error.startswith(f"error: a patch conflicts with vLLM {NEXT}\n")
     assert f"{FIRST}, 1 of 3" in error
     assert "vllm/envs.py: both changed it, 1 place" in error
     for flag in ("--continue", "--skip", "--abort"):
         assert f"python -m tools series rebase {flag}" in error
-    after = everything(toy)
-    assert after.pop("build") == ["rebase", "vllm"]
-    before.pop("build")
-    assert after == before
+    assert unmoved(toy) == before
 
 
 def test_the_conflict_shows_the_lines_of_both_and_of_the_old_release(
     toy: Toy, index: Index
 ) -> None:
     clash(toy, index)
-    text = (work(toy) / "vllm/envs.py").read_text()
+    text = (toy.tree / "vllm/envs.py").read_text()
     for line in ("SETTING_9 = 9\n", "SETTING_9 = 99\n", "SETTING_9 = 'nine'\n"):
         assert line in text
 
@@ -218,7 +213,7 @@ def test_a_resolved_conflict_goes_on_with_message_author_and_date(toy: Toy, inde
     old = git(toy.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2")
     clash(toy, index)
     resolved = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'ninety-nine'\n")
-    (work(toy) / "vllm/envs.py").write_text(resolved)
+    (toy.tree / "vllm/envs.py").write_text(resolved)
     rebase(toy, "--continue")
     assert (toy.tree / "vllm/envs.py").read_text() == resolved + "SETTING_40 = 40\n"
     assert git(toy.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2") == old
@@ -228,27 +223,27 @@ def test_a_resolved_conflict_goes_on_with_message_author_and_date(toy: Toy, inde
 def test_a_person_may_commit_the_resolution_with_git(toy: Toy, index: Index) -> None:
     clash(toy, index)
     resolve(toy, "5")
-    git(work(toy), "add", "--update")
-    git(work(toy), "cherry-pick", "--continue")
+    git(toy.tree, "add", "--update")
+    git(toy.tree, "cherry-pick", "--continue")
     rebase(toy, "--continue")
     assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
 
 
 def test_conflict_markers_are_refused(toy: Toy, index: Index) -> None:
     clash(toy, index)
-    head = git(work(toy), "rev-parse", "HEAD")
+    head = git(toy.tree, "rev-parse", "HEAD")
     error = stop(toy, "--continue")
     assert "conflict markers are left" in error
     assert "found:    vllm/envs.py" in error
-    assert git(work(toy), "rev-parse", "HEAD") == head
+    assert git(toy.tree, "rev-parse", "HEAD") == head
 
 
 def test_a_file_that_no_commit_would_hold_is_refused(toy: Toy, index: Index) -> None:
     clash(toy, index)
     resolve(toy, "5")
-    (work(toy) / "vllm/fresh.py").write_text("FRESH = True\n")
+    (toy.tree / "vllm/fresh.py").write_text("FRESH = True\n")
     assert "vllm/fresh.py" in stop(toy, "--continue")
-    git(work(toy), "add", "vllm/fresh.py")
+    git(toy.tree, "add", "vllm/fresh.py")
     rebase(toy, "--continue")
     assert (toy.tree / "vllm/fresh.py").exists()
 
@@ -258,7 +253,7 @@ def test_a_file_that_the_release_deleted_is_a_conflict_of_its_kind(toy: Toy, ind
     error = stop(toy, "--onto", NEXT)
     assert f"{THIRD}, 3 of 3" in error
     assert "vllm/data.json: not there, and the patch changes it" in error
-    (work(toy) / "vllm/data.json").unlink()
+    (toy.tree / "vllm/data.json").unlink()
     rebase(toy, "--continue")
     assert not (toy.tree / "vllm/data.json").exists()
     assert not (toy.tree / "vllm/old.py").exists()
@@ -266,7 +261,7 @@ def test_a_file_that_the_release_deleted_is_a_conflict_of_its_kind(toy: Toy, ind
 
 def test_nothing_left_of_a_patch_is_said_and_can_be_skipped(toy: Toy, index: Index) -> None:
     clash(toy, index)
-    (work(toy) / "vllm/envs.py").write_text(CLASHING["vllm/envs.py"])
+    (toy.tree / "vllm/envs.py").write_text(CLASHING["vllm/envs.py"])
     assert "nothing is left of a patch" in stop(toy, "--continue")
     assert f"left out: {FIRST} (skipped)" in rebase(toy, "--skip")
 
@@ -299,7 +294,7 @@ def test_a_patch_with_the_subject_of_one_left_out_keeps_its_own_name(
 def test_abort_leaves_everything_as_it_was(toy: Toy, index: Index) -> None:
     before = everything(toy)
     clash(toy, index)
-    (work(toy) / "vllm/envs.py").write_text("half resolved\n")
+    (toy.tree / "vllm/envs.py").write_text("half resolved\n")
     assert "everything is as it was" in rebase(toy, "--abort")
     assert everything(toy) == before
 
@@ -316,10 +311,10 @@ def test_a_resolution_that_breaks_the_rules_stops_before_anything_is_replaced(
     assert pin(toy)["release"]["version"] == VERSION
     # What it says next to do, done.
     assert "git rebase --interactive refs/re/base" in error
-    envs = work(toy) / "vllm/envs.py"
+    envs = toy.tree / "vllm/envs.py"
     envs.write_text(envs.read_text().replace("SETTING_9 = 5 \n", "SETTING_9 = 5\n"))
-    git(work(toy), "commit", "--all", "--fixup=:/Count rows")
-    git(work(toy), "rebase", "--interactive", "--autosquash", "refs/re/base")
+    git(toy.tree, "commit", "--all", "--fixup=:/Count rows")
+    git(toy.tree, "rebase", "--interactive", "--autosquash", "refs/re/base")
     rebase(toy, "--continue")
     assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
     assert (toy.patches / "series").read_text().split() == NAMES
@@ -573,15 +568,12 @@ def test_a_commit_that_the_clone_contradicts_is_refused(
 # --- refusals: when -----------------------------------------------------------------------------
 
 
-def test_commits_made_meanwhile_are_refused_and_stay(toy: Toy, index: Index) -> None:
+@pytest.mark.parametrize("verb", ["apply", "export"])
+def test_other_verbs_refuse_the_build_tree_meanwhile(toy: Toy, index: Index, verb: str) -> None:
     clash(toy, index)
-    toy.commit("[Core] My evening's work", {"vllm/mine.py": "mine\n"})
-    head, series = toy.head(), toy.snapshot()
-    assert "[Core] My evening's work" in stop(toy, "--skip")
-    assert (toy.head(), toy.snapshot()) == (head, series)
-    git(toy.tree, "reset", "--quiet", "--hard", "HEAD~1")
-    rebase(toy, "--continue")
-    assert pin(toy)["release"]["version"] == NEXT
+    head, before = toy.head(), unmoved(toy)
+    assert "a rebase is under way in the build tree" in toy.refuse("series", verb)
+    assert (toy.head(), unmoved(toy)) == (head, before)
 
 
 def test_a_second_rebase_is_refused_while_one_is_under_way(toy: Toy, index: Index) -> None:
@@ -615,10 +607,6 @@ def test_a_series_edited_meanwhile_is_not_overwritten(toy: Toy, index: Index) ->
 # --- all or nothing -----------------------------------------------------------------------------
 
 
-# Two for the patches with their pin, two for the build tree.
-RENAMES = 4
-
-
 class Trouble(OSError):
     """Like a full disk or a lost mount."""
 
@@ -642,7 +630,7 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
     def interrupted(repository: Git, commits: str) -> None:
         if moment == "between":
             real(repository, repository.commits(commits)[0])
-            (work(toy) / "vllm/envs.py").write_text("half written\n")
+            (toy.tree / "vllm/envs.py").write_text("half written\n")
         elif moment == "after":
             real(repository, commits)
         raise KeyboardInterrupt
@@ -656,95 +644,108 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    ("module", "name", "begun"),
     [
-        ("replay", "unpack_source"),
-        ("replay", "commit_base"),
-        ("replay", "pick"),
-        ("rebase", "write_series"),
-        ("rebase", "export_series"),
-        ("rebase", "apply_series"),
-        ("rebase", "_copy_beside"),
-        ("rebase", "_write_gitlink"),
+        ("rebase", "apply_series", False),
+        ("rebase", "unpack_source", False),
+        ("rebase", "commit_base", False),
+        ("rebase", "_enter", True),
+        ("replay", "pick", True),
+        ("rebase", "write_series", True),
+        ("rebase", "export_series", True),
+        ("rebase", "replacing_line", True),
     ],
 )
-def test_trouble_leaves_everything_and_can_go_on(
+@pytest.mark.parametrize("way", ["--continue", "--abort"])
+def test_trouble_leaves_everything_and_can_go_on_or_be_given_up(
     toy: Toy,
     index: Index,
     submodule: Callable[[Toy], str],
     monkeypatch: pytest.MonkeyPatch,
     module: str,
     name: str,
+    begun: bool,
+    way: str,
 ) -> None:
     index.publish(NEXT, MOVED)
-    before, linked = everything(toy), submodule(toy)
+    before, still = everything(toy), unmoved(toy)
     words = ("--onto", NEXT, "--commit", "d" * 40)
 
     def broken(*arguments: object, **options: object) -> None:
-        if name == "_write_gitlink" and arguments[1] == linked:
-            return  # the way back
         raise Trouble("no space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(f"tools.series.{module}.{name}", broken)
         with pytest.raises(Trouble):
             toy.run("series", "rebase", *words)
-    begun = (toy.build / "rebase").exists()
-    assert begun == (name not in ("unpack_source", "commit_base"))
-    assert {**everything(toy), "build": 0} == {**before, "build": 0}
-    assert submodule(toy) == linked
-    rebase(toy, *(["--continue"] if begun else words))
+    assert (toy.build / "rebase").exists() == begun
+    assert (unmoved(toy), submodule(toy)) == (still, "c" * 40)
+    if begun and way == "--abort":
+        rebase(toy, way)
+    if not begun or way == "--abort":
+        assert everything(toy) == before
+        return
+    rebase(toy, way)
     assert pin(toy)["release"]["commit"] == submodule(toy) == "d" * 40
     toy.do("series", "export", "--check")
 
 
-@pytest.mark.parametrize(
-    ("undone", "way"), [(True, "--continue"), (False, "--abort"), (False, "--continue")]
-)
-@pytest.mark.parametrize("number", range(1, RENAMES + 1))
-def test_an_installation_cut_off_at_any_rename_is_undone_or_finished(
+@pytest.mark.parametrize("way", ["--continue", "--abort"])
+@pytest.mark.parametrize("killed", [False, True], ids=["error", "kill"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_replacement_cut_off_at_any_rename_goes_on_or_is_given_up(
     toy: Toy,
     index: Index,
-    submodule: Callable[[Toy], str],
     monkeypatch: pytest.MonkeyPatch,
     number: int,
-    undone: bool,
+    killed: bool,
     way: str,
 ) -> None:
     index.publish(NEXT, MOVED)
-    before = everything(toy)
+    before, still = everything(toy), unmoved(toy)
     renames: list[Path] = []
-    real, cutting = Path.rename, True
+    real = Path.rename
 
     def cut(self: Path, target: Path) -> Path:
-        state = toy.build / "rebase/state.json"
-        if state.exists() and json.loads(state.read_text())["phase"] == "installing":
+        if toy.patches in (self, target):
             renames.append(self)
-            if cutting and len(renames) == number:
+            if len(renames) == number or (killed and len(renames) > number):
                 raise Trouble("cut off")
         return real(self, target)
 
-    monkeypatch.setattr(Path, "rename", cut)
-    with monkeypatch.context() as killed:
-        if not undone:
-            killed.setattr(tools.series.rebase, "undo", lambda *arguments: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", cut)
         with pytest.raises(Trouble):
-            toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
-    if undone:
-        assert {**everything(toy), "build": 0} == {**before, "build": 0}
-    cutting = False
-    renames.clear()
+            toy.run("series", "rebase", "--onto", NEXT)
+    if killed and number == 2:
+        ((old, place),) = re.findall(r"get the old series back: mv (\S+) (\S+)$", stop(toy, way))
+        Path(old).rename(place)
+    assert unmoved(toy) == still
     rebase(toy, way)
-    if way == "--continue":
-        assert len(renames) == (RENAMES if undone else RENAMES - number + 1)
     if way == "--abort":
         assert everything(toy) == before
-        assert submodule(toy) == "c" * 40
     else:
-        assert pin(toy)["release"]["commit"] == submodule(toy) == "d" * 40
         assert (toy.patches / "series").read_text().split() == NAMES
         assert "nothing to do" in toy.do("series", "apply")
         toy.do("series", "export", "--check")
         assert sorted(path.name for path in toy.build.iterdir()) == ["vllm"]
-        assert sorted(path.name for path in toy.root.iterdir()) == before["root"]
-        assert sorted(path.name for path in toy.patches.parent.iterdir()) == before["lines"]
+        assert {**unmoved(toy), "pin": 0, "series": 0} == {**still, "pin": 0, "series": 0}
+
+
+def test_what_is_left_after_the_replacement_is_done_by_continue(
+    toy: Toy, index: Index, submodule: Callable[[Toy], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.publish(NEXT, MOVED)
+
+    def broken(*arguments: object) -> None:
+        raise Trouble("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tools.series.rebase._move_submodule", broken)
+        with pytest.raises(Trouble):
+            toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
+    assert "the new series is in place" in stop(toy, "--abort")
+    assert "3 patches from vLLM" in rebase(toy, "--continue")
+    assert pin(toy)["release"]["commit"] == submodule(toy) == "d" * 40
+    assert "nothing to do" in toy.do("series", "apply")
+    assert sorted(path.name for path in toy.build.iterdir()) == ["vllm"]

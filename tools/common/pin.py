@@ -118,11 +118,11 @@ def load_pin(path: Path) -> Pin:
 
 
 def left_aside(directory: Path) -> str | None:
-    """The command that brings a line back whose export was cut off while it was renamed."""
+    """The command that brings a line back which was cut off while it was replaced."""
     aside = sorted(map(str, directory.parent.glob(f".{directory.name}-old-*")))
     if not aside or directory.exists():
         return None
-    return f"an export was cut off; get the old series back: mv {aside[0]} {directory}"
+    return f"a command was cut off; get the old series back: mv {aside[0]} {directory}"
 
 
 def lines(root: Path) -> list[str]:

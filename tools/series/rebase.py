@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The series on another release: replayed in ``build/<line>/rebase``, put in place as one act."""
+"""The series on another release: replayed in the build tree, put in place as one act."""
 
 import argparse
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from tools.common.cli import add_flag, add_path, tell
 from tools.common.errors import ToolError
@@ -12,14 +12,11 @@ from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project
 from tools.series.apply import apply_series
+from tools.series.clone import open_clone
 from tools.series.export import export_series
 from tools.series.replay import (
     COMMAND,
     CONTAINED,
-    INSTALLING,
-    OLD_APPLIED,
-    OLD_BASE,
-    REPLAYING,
     State,
     Trial,
     attempt,
@@ -29,13 +26,24 @@ from tools.series.replay import (
     read_state,
     render_trials,
     replay,
-    result,
-    set_up,
     state_of,
 )
-from tools.series.series import Series, read_series, write_series
-from tools.series.target import Target, find_target
-from tools.series.tree import APPLIED_REF, BASE_REF, BRANCH, open_settled, refuse_unaccounted
+from tools.series.series import Series, read_series, replacing_line, write_series
+from tools.series.target import Target, find_target, render_pin
+from tools.series.tree import (
+    APPLIED_REF,
+    BASE_REF,
+    BRANCH,
+    EXPORTED_REF,
+    OLD_APPLIED,
+    OLD_BASE,
+    Record,
+    commit_base,
+    read_record,
+    unpack_source,
+    write_record,
+)
+from tools.source.download import fetch
 
 EXAMPLE = "--onto 1.2.3 --dry-run"
 _STEPS = {
@@ -64,10 +72,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Move the series to another vLLM: a release of the package index by version, or a git ref of
-    a clone. Replays the patches in build/<line>/rebase by three-way merge (git cherry-pick) and
-    stops at a conflict, or at a patch that the target contains. At the end patches/<line> (with the
-    pin: source, base wheels) and the build tree are replaced, all or nothing, and a range-diff is
-    shown. Never pushes and never commits here."""
+    a clone. Replays the patches in the build tree by three-way merge (git cherry-pick) and stops at
+    a conflict, or at a patch that the target contains. At the end patches/<line> is replaced, with
+    the pin (source, base wheels), all or nothing, and a range-diff is shown. Never pushes and never
+    commits here."""
     state = read_state(project)
     if arguments.onto is None:
         _next_step(project, state, arguments)
@@ -136,40 +144,96 @@ def begin(project: Project, target: Target, arguments: argparse.Namespace) -> St
             next_step="rebase without wheels of that variant: --without-wheels",
         )
     series = read_series(project.series_file)
+    apply_series(project, series)  # refuses what would be lost
+    git = Git(project.tree)
     with staging(place(project)) as stage:
-        git = set_up(project, target, arguments.clone, series, stage)
+        fresh = set_up(project, target, arguments.clone, stage)
+        git.run("fetch", "--quiet", "--no-tags", fresh.path.as_uri(), "HEAD")
         state = State(
             before=project.pin.version,
             onto=target.version,
             fingerprint=state_of(project),
+            base=git.text("rev-parse", "FETCH_HEAD"),
             patches=[patch.name for patch in series],
-            head=git.text("rev-parse", BASE_REF),
+            record=list(read_record(git) or ()),
             drop_contained=arguments.drop_contained,
         )
+        shutil.rmtree(fresh.path)
         state.save(stage)
         shutil.rmtree(place(project), ignore_errors=True)
         stage.rename(place(project))
     return state
 
 
+def set_up(project: Project, target: Target, clone: Path | None, stage: Path) -> Git:
+    """A repository in ``stage`` whose one commit is the target, and in ``new`` its pin."""
+    path = stage / "vllm"
+    path.mkdir()
+    git, tree_id = unpack_source(fetch(target.source, project), target.archive_only, path)
+    if clone and tree_id != (wanted := open_clone(clone).tree_id(target.commit)):
+        raise ToolError(
+            "the source archive does not hold the files of the tag",
+            where=target.source.filename,
+            expected=f"tree {wanted} of {target.tag} in {clone}",
+            found=f"tree {tree_id}",
+            next_step="add what the archive has beyond the tag to archive_only in upstream.toml",
+        )
+    new = _result(project, stage)
+    shutil.copytree(project.patches, new.patches, symlinks=True)
+    text = render_pin(project.pin_file.read_text(encoding="utf-8"), target, tree_id)
+    new.pin_file.write_text(text, encoding="utf-8")
+    commit_base(git, new.pin)
+    return git
+
+
+def _result(project: Project, stage: Path) -> Project:
+    """The project as it will be: the new pin and series, in the stage."""
+    return Project(stage / "new", project.line, tree_at=project.tree)
+
+
 def _go_on(project: Project, state: State) -> None:
-    if state.phase == REPLAYING:
+    git, new = Git(project.tree), _result(project, place(project))
+    if project.pin != new.pin:
+        if git.commit_id(OLD_BASE) is None:
+            _enter(git, state.base)
         replay(project, state)
-    done = finish(project, state)
-    print(done.range_diff)
-    print(f"rebased: {done.patches} patches from vLLM {state.before} onto {state.onto}")
+        tell("writing the patches, and proving that they give back the commits")
+        _prove(project, new, state)
+        with replacing_line(project.patches) as stage:
+            shutil.copytree(new.patches, stage, symlinks=True, dirs_exist_ok=True)
+    # The new series is in place: what is left can be done again.
+    _move_submodule(project, new)
+    ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
+    print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
+    count = len(read_series(project.series_file))
+    print(f"rebased: {count} patches from vLLM {state.before} onto {state.onto}")
     for name, why in state.left_out.items():
         print(f"left out: {name} ({why})")
-    if project.submodule and done.commit == UNKNOWN:
-        print(f"note: the commit of the submodule {project.submodule.name}/ was left as it was")
-    if done.kept_tree:
-        print(f"note: the old build tree has branches or stashes, kept in {done.kept_tree}")
     print("next: make lock && make install && make test; then commit what changed")
+    _move(git, dict.fromkeys(_KEPT.values(), ""))
+    shutil.rmtree(place(project))
+
+
+# Where refs of the build tree are kept while a rebase is under way.
+_KEPT = {BASE_REF: OLD_BASE, APPLIED_REF: OLD_APPLIED, EXPORTED_REF: "refs/re/rebase/exported"}
+
+
+def _move(git: Git, refs: Mapping[str, str | None]) -> None:
+    """Set refs to commits, or remove them, all in one act."""
+    lines = (f"update {ref} {to}\n" if to else f"delete {ref}\n" for ref, to in refs.items())
+    git.run("update-ref", "--stdin", stdin="".join(lines).encode())
+
+
+def _enter(git: Git, base: str) -> None:
+    """Stand on the new base; keep the refs of the old one."""
+    kept = {old: git.commit_id(ref) for ref, old in _KEPT.items()}
+    _move(git, {**kept, BASE_REF: base, f"refs/heads/{BRANCH}": base})
+    forget_pick(git)
 
 
 def _leave_out(project: Project, state: State, verb: str) -> None:
     """``skip`` or ``drop`` the patch that the rebase stopped at."""
-    git = Git(place(project) / "vllm")
+    git = Git(project.tree)
     if state.stop:
         state.catch_up(git)
     if state.stop is None or (verb == "drop" and state.stop != CONTAINED):
@@ -182,76 +246,46 @@ def _leave_out(project: Project, state: State, verb: str) -> None:
             found=where,
             next_step=f"{COMMAND} " + ("--skip leaves it out" if state.stop else "--continue"),
         )
-    forget_pick(git, state.head)
+    forget_pick(git)
     state.leave_out()
     state.save(place(project))
 
 
 def abort(project: Project, state: State) -> None:
     """Forget the rebase; pin, series and build tree are as before it."""
-    if state.phase == INSTALLING:
-        undo(project, state)
+    git = Git(project.tree)
+    if project.pin == _result(project, place(project)).pin:
+        raise ToolError(
+            "the rebase is finished: the new series is in place",
+            where=project.patches,
+            next_step=f"{COMMAND} --continue, then git restore what you want back",
+        )
+    if git.commit_id(OLD_BASE):
+        forget_pick(git)
+        git.run("checkout", "--quiet", "-B", BRANCH, OLD_APPLIED)
+        refs = {ref: git.commit_id(kept) for ref, kept in _KEPT.items()}
+        _move(git, {**refs, **dict.fromkeys(_KEPT.values(), "")})
+        write_record(git, Record(*state.record) if state.record else None)
     shutil.rmtree(place(project))
 
 
 def try_all(project: Project, target: Target, clone: Path | None) -> list[Trial]:
     """Try every patch, in a place that is gone afterwards."""
     series = read_series(project.series_file)
+    apply_series(project, series)
+    refs = [f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}"]
     trials: list[Trial] = []
     with staging(place(project)) as stage:
-        git = set_up(project, target, clone, series, stage)
+        git = set_up(project, target, clone, stage)
+        git.run("fetch", "--quiet", "--no-tags", project.tree.resolve().as_uri(), *refs)
         for patch, commit in zip(series, old_commits(git), strict=True):
             trials.append(attempt(git, patch.name, commit))
             tell(f"[{len(trials):2}/{len(series)}] {patch.name}: {trials[-1].verdict}")
     return trials
 
 
-class Rebased(NamedTuple):
-    """The result of a finished rebase."""
-
-    patches: int
-    range_diff: str
-    kept_tree: Path | None
-    commit: str  # of the submodule, now; UNKNOWN: it was left alone
-
-
-def finish(project: Project, state: State) -> Rebased:
-    """Put the result of the replay in place, completely or not at all."""
-    stage = place(project)
-    if state.phase == REPLAYING:
-        tell("writing the patches, and proving that they give back the commits")
-        _prove(project, state)
-        _copy_beside(project)
-        state.phase, state.gitlink = INSTALLING, _read_gitlink(project)
-        state.save(stage)
-    commit = result(project, stage).pin.commit
-    try:
-        if state.gitlink and commit != UNKNOWN:
-            _write_gitlink(project, commit)
-        for there, new, old in _swaps(project):
-            if new.exists():
-                if there.exists():
-                    there.rename(old)
-                new.rename(there)
-    except BaseException:
-        undo(project, state)
-        raise
-    git = Git(project.tree)
-    ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
-    range_diff = git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges)
-    for ref in (OLD_BASE, OLD_APPLIED):
-        git.run("update-ref", "-d", ref)
-    kept_tree = _keep_old_tree(project, state.before)
-    (stage / "state.json").unlink()  # from here on, no rebase is under way
-    _remove_leftovers(project)
-    shutil.rmtree(stage)
-    patches = len(read_series(project.series_file))
-    return Rebased(patches, range_diff, kept_tree, commit if state.gitlink else UNKNOWN)
-
-
-def _prove(project: Project, state: State) -> None:
+def _prove(project: Project, new: Project, state: State) -> None:
     """Export the replayed commits and apply them again; refuse before anything is replaced."""
-    new = result(project, place(project))
     kept = [p for p in read_series(project.series_file) if p.name not in state.left_out]
     if not kept:
         step = f"leave everything as it was: {COMMAND} --abort"
@@ -268,66 +302,17 @@ def _prove(project: Project, state: State) -> None:
             details=str(error).splitlines(),
         ) from error
     apply_series(new, read_series(new.series_file))
-    if project.tree.exists():  # it may hold what only it has
-        refuse_unaccounted(open_settled(project))
 
 
-def _swaps(project: Project) -> tuple[tuple[Path, Path, Path], ...]:
-    """What is replaced: its place, the new one and the old one, all on one file system."""
-    line, stage = project.patches, place(project)
-    beside = (line, line.with_name(f".{line.name}-new"), line.with_name(f".{line.name}-old"))
-    return beside, (project.tree, stage / "vllm", stage / "old-tree")
-
-
-def _copy_beside(project: Project) -> None:
-    """Put a copy of the new line beside the old one; build/ may be another disk."""
-    _remove_leftovers(project)
-    shutil.copytree(result(project, place(project)).patches, _swaps(project)[0][1])
-
-
-def _remove_leftovers(project: Project) -> None:
-    for path in _swaps(project)[0][1:]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def undo(project: Project, state: State) -> None:
-    """Undo an installation, however far it came."""
-    for there, new, old in _swaps(project):
-        if old.exists():
-            if there.exists():
-                there.rename(new)
-            old.rename(there)
-    if state.gitlink:
-        _write_gitlink(project, state.gitlink)
-    state.phase, state.gitlink = REPLAYING, None
-    state.save(place(project))
-    _remove_leftovers(project)
-
-
-def _read_gitlink(project: Project) -> str | None:
-    """The submodule's commit in the repository's index, if there is one."""
-    name = project.pin.submodule
+def _move_submodule(project: Project, new: Project) -> None:
+    """Set the submodule's commit in the repository's index to that of the new pin."""
+    name, commit = new.pin.submodule, new.pin.commit
     if name is None or not (project.root / ".git").exists():
-        return None
-    rows = Git(project.root).text("ls-files", "--stage", "--", name).splitlines()
-    return next((row.split()[1] for row in rows if row.startswith("160000 ")), None)
-
-
-def _write_gitlink(project: Project, commit: str) -> None:
-    # The old pin is not there while the directories are swapped.
-    entry = f"160000,{commit},{result(project, place(project)).pin.submodule}"
-    Git(project.root).run("update-index", "--cacheinfo", entry)
-
-
-def _keep_old_tree(project: Project, version: str) -> Path | None:
-    """Move the old build tree aside if it has branches or stashes of its own; return where."""
-    old = place(project) / "old-tree"
-    if not old.exists():
-        return None
-    refs = Git(old).text("for-each-ref", "--format=%(refname)", "refs/heads", "refs/stash").split()
-    if refs == [f"refs/heads/{BRANCH}"]:
-        return None
-    names = [f"vllm-{version}", *(f"vllm-{version}-{number}" for number in range(2, 1000))]
-    kept = next(project.tree.with_name(n) for n in names if not project.tree.with_name(n).exists())
-    old.rename(kept)
-    return kept
+        return
+    git = Git(project.root)
+    if not git.text("ls-files", "--stage", "--", name).startswith("160000 "):
+        return
+    if commit == UNKNOWN:
+        print(f"note: the commit of the submodule {name}/ was left as it was")
+    else:
+        git.run("update-index", "--cacheinfo", f"160000,{commit},{name}")

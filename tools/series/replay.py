@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patches of the series, merged onto another release by git's own sequencer.
 
-A stage directory holds ``vllm``, where the patches are replayed and conflicts are resolved;
-``new``, the pin and the series of the result; and ``state.json``.
+This happens in the build tree, whose base is then the new release; refs keep the old state.
+``build/<line>/rebase`` holds ``state.json``, and in ``new`` the pin and the series of the result.
 """
 
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,18 +17,12 @@ from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
-from tools.series.apply import apply_series
-from tools.series.clone import open_clone
-from tools.series.series import Series, fingerprint, read_series
-from tools.series.target import Target, render_pin
-from tools.series.tree import APPLIED_REF, BASE_REF, commit_base, unpack_source
-from tools.source.download import fetch
+from tools.series.series import fingerprint, read_series
+from tools.series.target import Target
+from tools.series.tree import BASE_REF, OLD_APPLIED, OLD_BASE
 
-OLD_BASE, OLD_APPLIED = "refs/re/rebase/base", "refs/re/rebase/applied"
-REPLAYING, INSTALLING = "replaying", "installing"
 CONFLICT, CONTAINED, EMPTY = "conflict", "contained", "empty"
 COMMAND = "python -m tools series rebase"
-_UNDO = f"to leave everything as it was: {COMMAND} --abort"
 
 # The two letters of git's status for a path that it could not merge. "There" is the release with
 # the patches before.
@@ -58,23 +51,21 @@ class Clash(NamedTuple):
 
 @dataclass
 class State:
-    """How far a rebase came; kept in a file from one command to the next.
+    """A rebase under way, kept in a file from one command to the next.
 
-    Replaying from ``head`` and ``done`` gives the same result at any time, so an interruption
-    loses nothing.
+    The commits above the base and ``left_out`` tell how far it came: an interruption loses nothing.
     """
 
     before: str  # vLLM's version
     onto: str
     fingerprint: str  # of the pin and series that it began with
+    base: str  # the new base commit
     patches: list[str]
-    head: str  # the commit in the new tree that the next patch goes onto
-    done: int = 0  # patches that are in ``head`` or left out
+    record: list[str]  # of the build tree before
     drop_contained: bool = False
     left_out: dict[str, str] = field(default_factory=dict)  # patch: why
+    done: int = 0  # patches that are committed or left out
     stop: str | None = None  # why it waits for a person: CONFLICT or CONTAINED
-    phase: str = REPLAYING
-    gitlink: str | None = None  # the submodule's commit before, where it is to be changed
 
     def __str__(self) -> str:
         at = f", stopped at {self.patches[self.done]}" if self.done < len(self.patches) else ""
@@ -91,20 +82,14 @@ class State:
         self.stop = None
 
     def catch_up(self, git: Git) -> None:
-        """Take notice of commits that a person made with plain git since the rebase stopped."""
-        if made := len(git.commits(f"{self.head}..HEAD")):
-            self.done += made
-            self.head = git.text("rev-parse", "HEAD")
-            self.stop = CONFLICT if git.commit_id("CHERRY_PICK_HEAD") else None
+        """Count the commits, also those that a person made with plain git since the stop."""
+        done = len(git.commits(f"{BASE_REF}..HEAD")) + len(self.left_out)
+        if done != self.done:
+            self.done, self.stop = done, CONFLICT if git.commit_id("CHERRY_PICK_HEAD") else None
 
 
 def place(project: Project) -> Path:
     return project.build / "rebase"
-
-
-def result(project: Project, stage: Path) -> Project:
-    """The project as it will be: the new pin and series, in the stage, and their build tree."""
-    return Project(stage / "new", project.line, tree_at=stage / "vllm")
 
 
 def read_state(project: Project) -> State | None:
@@ -117,30 +102,6 @@ def state_of(project: Project) -> str:
     """A digest of the pin and the series, to notice edits made during a rebase."""
     series = fingerprint(read_series(project.series_file), project.pin)
     return hashlib.sha256(f"{series} {project.pin_file.read_text()}".encode()).hexdigest()
-
-
-def set_up(
-    project: Project, target: Target, clone: Path | None, series: Series, stage: Path
-) -> Git:
-    """Fill the empty directory ``stage`` with everything that a replay needs."""
-    apply_series(project, series)  # refuses what would be lost
-    new = result(project, stage)
-    new.tree.mkdir()
-    git, tree_id = unpack_source(fetch(target.source, project), target.archive_only, new.tree)
-    if clone and tree_id != (wanted := open_clone(clone).tree_id(target.commit)):
-        raise ToolError(
-            "the source archive does not hold the files of the tag",
-            where=target.source.filename,
-            expected=f"tree {wanted} of {target.tag} in {clone}",
-            found=f"tree {tree_id}",
-            next_step="add what the archive has beyond the tag to archive_only in upstream.toml",
-        )
-    shutil.copytree(project.patches, new.patches, symlinks=True)
-    write(new.pin_file, render_pin(project.pin_file.read_text("utf-8"), target, tree_id))
-    commit_base(git, new.pin)
-    refs = [f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}"]
-    git.run("fetch", "--quiet", "--no-tags", project.tree.resolve().as_uri(), *refs)
-    return git
 
 
 def old_commits(git: Git) -> list[str]:
@@ -177,17 +138,16 @@ def pick(git: Git, commits: str, *options: str) -> str | None:
     raise ToolError("git could not replay a patch", where=git.path, details=said)
 
 
-def forget_pick(git: Git, head: str) -> None:
-    """Stand on ``head``, with nothing of an unfinished pick left."""
+def forget_pick(git: Git) -> None:
+    """Leave nothing of an unfinished pick."""
     git.run("cherry-pick", "--quit")
-    git.run("reset", "--quiet", "--hard", head)
+    git.run("reset", "--quiet", "--hard")
     git.run("clean", "--quiet", "--force", "-d")
 
 
 def replay(project: Project, state: State) -> None:
     """Replay the patches that are left, or stop and say what to do."""
-    stage = place(project)
-    git = Git(stage / "vllm")
+    stage, git = place(project), Git(project.tree)
     if state_of(project) != state.fingerprint:
         raise ToolError(
             "the pin or the series changed since the rebase began; nothing is overwritten",
@@ -195,19 +155,18 @@ def replay(project: Project, state: State) -> None:
             expected="upstream.toml and patches as they were",
             next_step=f"put them back (git restore), or begin again: {COMMAND} --abort",
         )
-    if state.stop:
-        _resolve(state, git)
-        state.save(stage)
+    _resolve(state, git)
+    state.save(stage)
     commits = old_commits(git)
     while state.done < len(commits):
-        forget_pick(git, state.head)
+        forget_pick(git)
         before = commits[state.done - 1] if state.done else OLD_BASE
         stop = pick(git, f"{before}..{OLD_APPLIED}")
         stopped_at = git.commit_id("CHERRY_PICK_HEAD") if stop else None
         reached = commits.index(stopped_at) if stopped_at else len(commits)
         for number in range(state.done, reached):
             tell(f"[{number + 1:2}/{len(commits)}] {state.patches[number]}: applied")
-        state.done, state.head, state.stop = reached, git.text("rev-parse", "HEAD"), stop
+        state.done, state.stop = reached, stop
         if stop == CONTAINED and state.drop_contained:
             tell(f"[{reached + 1:2}/{len(commits)}] {state.patches[reached]}: dropped")
             state.leave_out()
@@ -218,9 +177,10 @@ def replay(project: Project, state: State) -> None:
 
 def _resolve(state: State, git: Git) -> None:
     """Commit a person's resolution of the conflict that the rebase stopped at."""
+    stopped = state.stop
     state.catch_up(git)
     picking = git.commit_id("CHERRY_PICK_HEAD")
-    if picking is None and git.differs("HEAD"):
+    if stopped and picking is None and git.differs("HEAD"):
         raise ToolError(
             "there are changes beside a commit that was made already",
             where=git.path,
@@ -235,7 +195,6 @@ def _resolve(state: State, git: Git) -> None:
         if not git.differs("--cached", "HEAD"):
             raise _stopped(state, git, EMPTY)
         git.run("commit", "--quiet", "--cleanup=verbatim", "-C", picking)  # message, author, date
-        state.head = git.text("rev-parse", "HEAD")
         state.done += 1
     state.stop = None
 
@@ -275,8 +234,9 @@ def _stopped(state: State, git: Git, why: str) -> ToolError:
         found = f"files that cannot be merged: {len(files)}, in {git.path}"
         step = f"edit them there (git add what is new), then: {COMMAND} --continue"
         more = [*map(str, files), f"to leave the patch out: {COMMAND} --skip"]
+    undo = f"to leave everything as it was: {COMMAND} --abort"
     where = f"{state.patches[state.done]}, {state.done + 1} of {len(state.patches)}"
-    return ToolError(what, where=where, found=found, next_step=step, details=[*more, _UNDO])
+    return ToolError(what, where=where, found=found, next_step=step, details=[*more, undo])
 
 
 # --- dry run ------------------------------------------------------------------------------------
@@ -296,7 +256,7 @@ def attempt(git: Git, name: str, commit: str) -> Trial:
     if stop is None:
         return Trial(name, "clean")
     found = clashes(git)
-    forget_pick(git, "HEAD")
+    forget_pick(git)
     if stop == CONFLICT and (again := pick(git, commit, "-X", "theirs")):
         for path in (clash.path for clash in clashes(git)):
             if path in git.files(commit, path):
@@ -305,7 +265,7 @@ def attempt(git: Git, name: str, commit: str) -> Trial:
                 git.run("rm", "--quiet", "--force", "--", path)
         if again == CONFLICT and git.differs("--cached", "HEAD"):
             git.run("commit", "--quiet", "-C", commit)
-        forget_pick(git, "HEAD")
+        forget_pick(git)
     return Trial(name, stop, found)
 
 

@@ -4,6 +4,7 @@
 import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,26 +106,16 @@ def read_series(series_file: Path) -> Series:
     return Series(tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names))
 
 
-def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> None:
-    """Put a new series in the place of the old one, completely or not at all.
+@contextmanager
+def replacing_line(directory: Path) -> Iterator[Path]:
+    """An empty directory that takes the place of a line's directory when the body succeeds.
 
-    The whole directory is written beside the old one and takes its name last. An error or a crash
-    before that leaves the old series as it was; files that are not patches are carried over.
+    An error or a crash before that leaves the old directory as it was. A crash between the two
+    renames leaves it beside its place; ``left_aside`` names the way back.
     """
-    directory = series_file.parent
-    old_text = series_file.read_text(encoding="utf-8") if series_file.exists() else ""
     with staging(directory) as stage:
-        name = stage.name.replace(f".{directory.name}-", f".{directory.name}-old-")
-        aside = stage.with_name(name)
-        if directory.exists():
-            shutil.copytree(directory, stage, symlinks=True, dirs_exist_ok=True)
-        for name in removed:
-            (stage / name).unlink(missing_ok=True)
-        text = render_series([patch.name for patch in series], old_text).encode()
-        files = {patch.name: patch.data for patch in series} | {series_file.name: text}
-        for path, data in ((stage / name, data) for name, data in files.items()):
-            if not path.exists() or path.read_bytes() != data:
-                write(path, data)
+        aside = stage.with_name(stage.name.replace(directory.name, f"{directory.name}-old"))
+        yield stage
         if directory.exists():
             directory.rename(aside)
         try:
@@ -134,3 +125,21 @@ def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> N
                 aside.rename(directory)
             raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> None:
+    """Put a new series in the place of the old one, completely or not at all.
+
+    Files that are not patches are carried over.
+    """
+    old_text = series_file.read_text(encoding="utf-8") if series_file.exists() else ""
+    text = render_series([patch.name for patch in series], old_text).encode()
+    with replacing_line(series_file.parent) as stage:
+        if series_file.parent.exists():
+            shutil.copytree(series_file.parent, stage, symlinks=True, dirs_exist_ok=True)
+        for name in removed:
+            (stage / name).unlink(missing_ok=True)
+        files = {patch.name: patch.data for patch in series} | {series_file.name: text}
+        for path, data in ((stage / name, data) for name, data in files.items()):
+            if not path.exists() or path.read_bytes() != data:
+                write(path, data)

@@ -15,7 +15,7 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.export import export_series, format_patch, name_patches
 from tools.series.patch import Patch
-from tools.series.replay import INSTALLING, place, read_state
+from tools.series.replay import read_state
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF, open_tree, read_record, unaccounted
 from tools.source.index import Index, releases
@@ -82,10 +82,7 @@ def report(
     yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
     yield "newest", newest
     if state := read_state(project):
-        waits = state.done < len(state.patches)
-        at = f", waits at {state.patches[state.done]}" if waits else ""
-        cut = ", interrupted while it was put in place" if state.phase == INSTALLING else ""
-        yield "rebase", f"onto vLLM {state.onto} in {place(project)}{at}{cut}"
+        yield "rebase", f"onto vLLM {state.onto} in {project.tree}: {state}"
     if problem:
         yield "series", problem
         return

@@ -20,6 +20,8 @@ from tools.source.fetch import submodule
 
 BRANCH = "routed-experts"
 BASE_REF, APPLIED_REF, EXPORTED_REF = "refs/re/base", "refs/re/applied", "refs/re/exported"
+# Where the first two were before a rebase that is under way.
+OLD_BASE, OLD_APPLIED = "refs/re/rebase/base", "refs/re/rebase/applied"
 UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
 
 
@@ -118,6 +120,13 @@ def open_tree(project: Project) -> Git:
             next_step=f"move it away, then: {apply}",
         )
     found = git.message(base)
+    if found != base_message(pin).strip() and git.commit_id(OLD_BASE):
+        raise ToolError(
+            "a rebase is under way in the build tree",
+            where=path,
+            found=found.splitlines()[0],
+            next_step="python -m tools series rebase --continue, or --abort",
+        )
     if found != base_message(pin).strip() or git.tree_id(base) != pin.tree:
         raise ToolError(
             "the build tree belongs to another pin",
