@@ -30,7 +30,7 @@ def test_a_problem_is_told_in_four_parts(toy: Toy) -> None:
         "            or: Backport [the upstream commit or release]",
         "            or: Denied [where, and why it is kept]",
         "            or: Inappropriate [why upstream would not want it]",
-        "  current:  Upstream-Status: Waiting",
+        "  found:    Upstream-Status: Waiting",
         f"  next:     {command}",
     ]
 
@@ -62,7 +62,7 @@ def test_a_misspelt_status_is_malformed_not_missing(toy: Toy, line: str) -> None
     toy.edit_patch(NAMES[0], "Upstream-Status: Pending", line)
     error = toy.refuse("series", "check")
     assert "Upstream-Status is malformed" in error
-    assert f"current:  {line}" in error
+    assert f"found:    {line}" in error
 
 
 @pytest.mark.parametrize("status", STATUSES)
@@ -103,7 +103,7 @@ def test_a_need_that_stands_earlier_is_taken(toy: Toy) -> None:
 def test_a_sign_off_of_somebody_else_does_not_do(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], f"Signed-off-by: {IDENTITY}", "Signed-off-by: Me <me@here>")
     error = toy.refuse("series", "check")
-    assert "current:  Signed-off-by: Me <me@here>" in error
+    assert "found:    Signed-off-by: Me <me@here>" in error
     assert f"expected: Signed-off-by: {IDENTITY}" in error
 
 

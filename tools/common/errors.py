@@ -8,12 +8,9 @@ from collections.abc import Iterable, Sequence
 class ToolError(Exception):
     """What is wrong, where, expected against found, and what to do next."""
 
-    found_label = "found"
-
     def __init__(
         self,
         what: str,
-        *,
         where: object = None,
         expected: object = None,
         found: object = None,
@@ -28,22 +25,11 @@ class ToolError(Exception):
         rows = (
             ("where", self.where),
             ("expected", self.expected),
-            (self.found_label, self.found),
+            ("found", self.found),
             ("next", self.next_step),
         )
         lines = [f"  {label + ':':<10}{value}" for label, value in rows if value is not None]
         return "\n".join([self.what, *lines, *(f"    {line}" for line in self.details)])
-
-
-class LintProblem(ToolError):
-    """A rule of the series that a patch breaks."""
-
-    found_label = "current"
-
-    def __init__(
-        self, what: str, where: object, found: object, expected: object, next_step: str
-    ) -> None:
-        super().__init__(what, where=where, expected=expected, found=found, next_step=next_step)
 
 
 class Problems(ToolError):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tools.common.cli import add_series
-from tools.common.errors import LintProblem, Problems
+from tools.common.errors import Problems, ToolError
 from tools.common.pin import Project
 from tools.series.patch import (
     IDENTITY,
@@ -49,7 +49,7 @@ def check_series(project: Project) -> Series:
     listed = [patch.name for patch in series]
     what, rule = "a patch is not in the series", "every .patch file listed"
     problems = [
-        LintProblem(what, file, path.name, rule, "add it to the series or delete the file")
+        ToolError(what, file, rule, path.name, "add it to the series or delete the file")
         for path in sorted(file.parent.glob("*.patch"))
         if path.name not in listed
     ]
@@ -59,15 +59,15 @@ def check_series(project: Project) -> Series:
     return series
 
 
-def check_needs(series: Series) -> list[LintProblem]:
+def check_needs(series: Series) -> list[ToolError]:
     """Patches that a ``Needs:`` header names and that do not stand earlier in the series."""
     listed = [patch.name for patch in series]
     return [
-        LintProblem(
+        ToolError(
             "a patch needs one that does not stand before it",
             patch.name,
-            f"{need}, which {'stands later' if need in listed else 'is not in the series'}",
             "Needs: patches that stand earlier in the series",
+            f"{need}, which {'stands later' if need in listed else 'is not in the series'}",
             _REWORD,
         )
         for number, patch in enumerate(series)
@@ -76,57 +76,57 @@ def check_needs(series: Series) -> list[LintProblem]:
     ]
 
 
-def check_patch(patch: Patch) -> list[LintProblem]:
+def check_patch(patch: Patch) -> list[ToolError]:
     """Every rule that the patch breaks by itself."""
     try:
         list(patch.diff)
-    except LintProblem as problem:
+    except ToolError as problem:
         return [problem]
     return [
-        *(LintProblem(what, patch.name, *rest) for what, *rest in _check_message(patch)),
+        *(ToolError(what, patch.name, *rest) for what, *rest in _check_message(patch)),
         *check_paths(patch),
         *_check_blanks(patch),
     ]
 
 
 def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
-    """What is wrong, what stands there, what should, and the next step."""
+    """What is wrong, what should stand there, what does, and the next step."""
     lines = patch.body.splitlines()
     if not slug(patch.subject):
         expected = "Subject: [PATCH] [Area] What it adds"
-        yield "the patch has no subject", patch.subject or "nothing", expected, _REWORD
+        yield "the patch has no subject", expected, patch.subject or "nothing", _REWORD
 
     expected = "Upstream-Status: " + "\n            or: ".join(STATUSES.values())
     found = [line for line in lines if _LIKE_STATUS.fullmatch(line)]
     if not found:
-        yield "Upstream-Status is missing", "no such line", expected, _REWORD
+        yield "Upstream-Status is missing", expected, "no such line", _REWORD
     elif len(found) > 1:
-        yield "Upstream-Status stands more than once", " / ".join(found), expected, _REWORD
+        yield "Upstream-Status stands more than once", expected, " / ".join(found), _REWORD
     elif parse_status(found[0]) is None:
-        yield "Upstream-Status is malformed", found[0], expected, _REWORD
+        yield "Upstream-Status is malformed", expected, found[0], _REWORD
 
     found = [line for line in lines if _LIKE_DROP.fullmatch(line)]
     if not any(re.fullmatch(r"Drop-when: \S.*", line) for line in found):
         what = "Drop-when is malformed" if found else "Drop-when is missing"
         expected = "Drop-when: the condition under which nobody needs the patch"
-        yield what, found[0] if found else "no such line", expected, _REWORD
+        yield what, expected, found[0] if found else "no such line", _REWORD
 
     for line in lines:
         if _LIKE_NEEDS.fullmatch(line) and not _NEEDS.fullmatch(line):
-            yield "Needs is malformed", line, "Needs: one.patch, another.patch", _REWORD
+            yield "Needs is malformed", "Needs: one.patch, another.patch", line, _REWORD
 
     expected = f"Signed-off-by: {IDENTITY}"
     found = [line for line in lines if re.match(r"\s*signed\W*off\W*by\s*:", line, re.IGNORECASE)]
     if expected not in found:
         what = "the project's Signed-off-by is missing"
-        yield what, " / ".join(found) or "no such line", expected, _SIGN
+        yield what, expected, " / ".join(found) or "no such line", _SIGN
 
     if not any(line.strip() and not _HEADER.fullmatch(line) for line in lines):
         expected = "why the patch is needed and what a user sees"
-        yield "the message has no body", "only a subject and headers", expected, _REWORD
+        yield "the message has no body", expected, "only a subject and headers", _REWORD
 
 
-def _check_blanks(patch: Patch) -> list[LintProblem]:
+def _check_blanks(patch: Patch) -> list[ToolError]:
     before = patch.data[: len(patch.data) - len(patch.diff_bytes)].count(b"\n")
     bad = [
         f"{patch.name}:{before + (line.diff_line_no or 0)} ({file.path}:{line.target_line_no})"
@@ -137,4 +137,4 @@ def _check_blanks(patch: Patch) -> list[LintProblem]:
     ]
     what, expected = "added lines end in blanks", "no blank at the end of an added line"
     step = "remove them in the commit, then: series export"
-    return [LintProblem(what, patch.name, ", ".join(bad), expected, step)] if bad else []
+    return [ToolError(what, patch.name, expected, ", ".join(bad), step)] if bad else []

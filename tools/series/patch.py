@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import PatchSet
 
-from tools.common.errors import LintProblem
+from tools.common.errors import ToolError
 
 PROJECT_NAME = "vLLM routed experts"
 PROJECT_EMAIL = "patches@vllm-routed-experts.invalid"
@@ -119,7 +119,8 @@ class Patch:
         except UnidiffParseError as error:
             step = "restore the patch, or rewrite it: python -m tools series export"
             said = str(error).strip()
-            raise LintProblem("the diff cannot be read", self.name, said, None, step) from error
+            what = "the diff cannot be read"
+            raise ToolError(what, self.name, found=said, next_step=step) from error
 
     @cached_property
     def blobs(self) -> dict[str, tuple[str, str]]:
@@ -138,7 +139,7 @@ def leaves_tree(path: str) -> bool:
     return path.startswith("/") or ".." in parts or any(p.lower() == ".git" for p in parts)
 
 
-def check_paths(patch: Patch) -> list[LintProblem]:
+def check_paths(patch: Patch) -> list[ToolError]:
     """Files that a patch may not change, and paths outside the tree."""
     found = [] if patch.diff else [("the patch changes nothing", "no diff", "a changed file")]
     for file in patch.diff:
@@ -157,4 +158,4 @@ def check_paths(patch: Patch) -> list[LintProblem]:
             found.append(("a link is changed", file.path, "a regular file"))
     step = "take that file out of the commit" if patch.diff else "drop the commit"
     step += ", then: series export"
-    return [LintProblem(what, patch.name, name, expected, step) for what, name, expected in found]
+    return [ToolError(what, patch.name, expected, name, step) for what, name, expected in found]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common.errors import LintProblem, Problems, ToolError
+from tools.common.errors import Problems, ToolError
 from tools.common.files import staging, write
 from tools.common.pin import Pin, left_aside
 from tools.series.patch import Patch
@@ -71,23 +71,19 @@ def fingerprint(series: Series, pin: Pin) -> str:
     return total.hexdigest()
 
 
-def _listing_problems(series_file: Path, names: Sequence[str]) -> Iterator[LintProblem]:
+def _listing_problems(series_file: Path, names: Sequence[str]) -> Iterator[ToolError]:
     """What is wrong with the list itself, so that it cannot be read as patches."""
     for name in dict.fromkeys(names):
-        found: tuple[str, object, str] | None = None
         path = series_file.parent / name
         if names.count(name) > 1:
-            what = "a patch is listed twice"
-            step = "delete all but one line"
-            yield LintProblem(what, series_file, name, "each name once", step)
+            what, step = "a patch is listed twice", "delete all but one line"
+            yield ToolError(what, series_file, "each name once", name, step)
         if Path(name).name != name or not name.endswith(".patch"):
             what = "a name in the series is not that of a patch beside it"
-            found = (what, "<what-it-adds>.patch", "correct the line")
+            yield ToolError(what, series_file, "<what-it-adds>.patch", name, "correct the line")
         elif not path.is_file():
-            found = ("a listed patch does not exist", path, "restore the file or delete the line")
-        if found:
-            what, expected, step = found
-            yield LintProblem(what, series_file, name, expected, step)
+            what, step = "a listed patch does not exist", "restore the file or delete the line"
+            yield ToolError(what, series_file, path, name, step)
 
 
 def read_series(series_file: Path) -> Series:

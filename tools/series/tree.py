@@ -7,7 +7,7 @@ It remembers, in refs and in a record beside them, which commits the patches can
 import shutil
 import tarfile
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 from tools.common.errors import ToolError
@@ -194,32 +194,17 @@ def refuse_unaccounted(git: Git) -> None:
         )
 
 
-def check_members(archive: Path, members: list[tarfile.TarInfo]) -> str:
-    """The one directory that all members lie in; a member that could leave it is refused."""
-    tops = set()
-    for member in members:
-        path = PurePosixPath(member.name)
-        inside = not path.is_absolute() and ".." not in path.parts and path.parts
-        if not inside or not (member.isfile() or member.isdir()):
-            raise ToolError(
-                "a member of the archive leaves the tree",
-                where=archive,
-                expected="regular files below one directory",
-                found=f"{member.name}: {'a link or a device' if inside else 'a path outside'}",
-                next_step="nothing was unpacked; check [source] in upstream.toml",
-            )
-        tops.add(path.parts[0])
-    if len(tops) != 1:
-        what, found = "the archive does not hold one directory", ", ".join(sorted(tops))
-        raise ToolError(what, where=archive, expected="1", found=found or "nothing")
-    return tops.pop()
-
-
 def unpack(archive: Path, into: Path) -> Path:
-    """Unpack into a directory that exists; return the archive's one top directory."""
-    with tarfile.open(archive) as tar:
-        members = tar.getmembers()
-        top = check_members(archive, members)
-        # The standard library's own guard stays on as well.
-        tar.extractall(into, members=members, filter="data")
-    return into / top
+    """Unpack into an empty directory; return the archive's one top directory."""
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(into, filter="data")
+    except tarfile.FilterError as error:
+        what = "a member of the archive leaves the tree"
+        step = "nothing was unpacked; check [source] in upstream.toml"
+        raise ToolError(what, archive, found=error, next_step=step) from error
+    tops = sorted(into.iterdir())
+    if len(tops) != 1:
+        what = "the archive does not hold one directory"
+        raise ToolError(what, archive, "1", ", ".join(path.name for path in tops) or "nothing")
+    return tops[0]
