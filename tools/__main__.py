@@ -15,8 +15,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "source": ("fetch",),
     "series": (
-        *("apply", "export", "check", "check-patches", "rebase", "submit"),
-        *("status", "list", "fingerprint"),
+        *("apply", "export", "check", "check-patches", "rebase", "submit", "status", "list"),
     ),
     "wheel": ("build", "identity", "verify"),
     "release": ("prepare", "build"),

@@ -15,6 +15,8 @@ import pytest
 
 from tests.deploy.conftest import IMAGE, ROOT, Stage
 from tests.tools.toy import VERSION, Toy, add_series, make_toy
+from tools.common.pin import Project
+from tools.series.series import fingerprint, read_series
 
 NVCC = "Cuda compilation tools, release 13.0, V13.0.88\n"
 
@@ -178,10 +180,11 @@ def make_wheel(stage: Stage, project: Toy, said: dict[str, str]):
 
 
 def test_the_identity_is_pin_series_and_version(project: Toy) -> None:
-    fingerprint = project.do("series", "fingerprint").strip()
+    made = Project(project.root, project.line)
+    series = fingerprint(read_series(made.series_file), made.pin)
     assert labels(project) == {
         "PIN": f"v{VERSION}@{'c' * 40}",
-        "SERIES_FINGERPRINT": fingerprint,
+        "SERIES_FINGERPRINT": series,
         "WHEEL_VERSION": f"{VERSION}+re.3",
     }
 

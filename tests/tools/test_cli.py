@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import Toy
 from tools.__main__ import main, parser
 from tools.common.errors import FailedCommand
 from tools.common.git import Git
@@ -23,7 +22,6 @@ VERBS = [
     ("series", "submit"),
     ("series", "status"),
     ("series", "list"),
-    ("series", "fingerprint"),
     ("wheel", "build"),
     ("wheel", "identity"),
     ("wheel", "verify"),
@@ -74,12 +72,6 @@ def test_wrong_usage_ends_with_status_two() -> None:
         with pytest.raises(SystemExit) as stop:
             main(words)
         assert stop.value.code == 2
-
-
-def test_release_zero_cannot_be_named(toy: Toy) -> None:
-    with pytest.raises(SystemExit) as stop:
-        toy.run("wheel", "build", "--variant", "cpu", "--release", "0")
-    assert stop.value.code == 2
 
 
 def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -> None:

@@ -66,9 +66,10 @@ def test_each_line_has_its_patches_and_its_build_tree(toy: Toy, newer: Toy) -> N
 
 def test_a_line_can_be_named_before_and_after_the_verb(newer: Toy) -> None:
     first = Toy(newer.root)
-    before = newer.do("series", "fingerprint")
-    assert first.do("series", "fingerprint", "--on", LINE) == before
-    assert first.do("series", "fingerprint") != before
+    identity = ("wheel", "identity", "--variant", "cpu")
+    before = newer.do(*identity)
+    assert first.do(*identity, "--on", LINE) == before
+    assert first.do(*identity) != before
 
 
 def test_files_made_by_git_format_patch_and_a_list_of_them_are_a_series(

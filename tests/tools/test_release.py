@@ -150,11 +150,6 @@ def test_preparing_commits_and_tags_nothing(repo: Toy) -> None:
     assert git(repo.root, "status", "--porcelain") == "M CHANGELOG.md"
 
 
-def test_a_date_can_be_named(repo: Toy) -> None:
-    repo.do("release", "prepare", "--date", "2031-12-30")
-    assert "## re.3, 2031-12-30\n" in changelog(repo)
-
-
 def test_two_preparations_of_one_commit_are_equal(repo: Toy, tmp_path: Path) -> None:
     other = repo.copy(tmp_path / "other")
     repo.do("release", "prepare")

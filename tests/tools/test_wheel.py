@@ -90,10 +90,6 @@ def test_two_machines_cuda_wheels_differ_in_tag_and_binaries_alone(toy: Toy) -> 
     assert toy.do("wheel", "verify").count("verified: ") == 2
 
 
-def test_a_release_number_can_be_named(toy: Toy) -> None:
-    assert f"+re.12.cpu-{TAG}" in build(toy, "--release", "12").name
-
-
 def test_the_pristine_tree_makes_release_zero(toy: Toy) -> None:
     toy.do("series", "apply", "--pristine")
     path = build(toy)
@@ -263,7 +259,6 @@ def test_an_unusable_release_number_is_told(toy: Toy) -> None:
     (toy.root / "pyproject.toml").write_text('[project]\nversion = "0.1"\n')
     error = toy.refuse("wheel", "build", "--variant", "cpu")
     assert "[project].version" in error
-    assert "--release" in error
 
 
 def test_a_crash_while_writing_leaves_the_old_wheel(

@@ -195,6 +195,5 @@ class Project:
                 where=f"{path}, [project].version",
                 expected='a whole number from 1 on, as a string: "1"',
                 found=found,
-                next_step="correct it, or name one: wheel build --release N",
             )
         return int(found)

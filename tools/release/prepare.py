@@ -21,27 +21,19 @@ from tools.series.series import Series, read_series
 from tools.series.tree import BASE_REF
 from tools.wheel.plan import tree_series
 
-EXAMPLE = "--date 2030-01-31"
+EXAMPLE = ""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    text = "YYYY-MM-DD (default: that of the last commit, in UTC)"
-    parser.add_argument("--date", type=_date, help=text)
     add_tree(parser)
     add_downloads(parser)
-
-
-def _date(text: str) -> str:
-    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", text):
-        raise argparse.ArgumentTypeError("a date is YYYY-MM-DD")
-    return text
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Write number and changelog of the next release, both or neither. The changelog gets the
     patches that changed since the last tag re.<n>, by git range-diff; read it, edit it, commit
     it. Refuses uncommitted changes, a stale series and a release without changes."""
-    number, last, changes = prepare(project, arguments.date)
+    number, last, changes = prepare(project)
     before = f"since re.{last}" if last is not None else "the first release"
     print(f"prepared: re.{number}, {before}")
     for change in changes.patches:
@@ -49,11 +41,11 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     print("next: read CHANGELOG.md, edit what it says, commit; then: make release")
 
 
-def prepare(project: Project, date: str | None = None) -> tuple[int, int | None, "Changes"]:
+def prepare(project: Project) -> tuple[int, int | None, "Changes"]:
     """Write number and changelog of the next release; its number, that before, and the changes.
 
-    The number is that of pyproject.toml, or the next one if that is released. ``date`` is
-    YYYY-MM-DD; the default is that of the last commit, in UTC.
+    The number is that of pyproject.toml, or the next one if that is released. The date is that of
+    the last commit, in UTC.
     """
     git = open_repository(project)
     last = max(read_tags(git), default=None)
@@ -76,7 +68,7 @@ def prepare(project: Project, date: str | None = None) -> tuple[int, int | None,
             expected="a patch, or the pin, changed since the last release",
             found=f"the series of re.{last}" if last is not None else "no patches",
         )
-    date = date or git.text("log", "-1", "--date=format-local:%Y-%m-%d", "--format=%cd")
+    date = git.text("log", "-1", "--date=format-local:%Y-%m-%d", "--format=%cd")
     changelog, settings = project.root / "CHANGELOG.md", project.root / "pyproject.toml"
     if not changelog.is_file():
         raise ToolError("there is no changelog", where=changelog)

@@ -52,7 +52,7 @@ _STEPS = {
     "drop": "drop the patch that the release contains already",
     "abort": "leave everything as it was before --onto",
 }
-_BEGIN = ("clone", "commit", "without_wheels", "drop_contained", "dry_run", "out")
+_BEGIN = ("clone", "commit", "without_wheels", "drop_contained", "dry_run")
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +66,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     begin.add_argument("--commit", help="the commit of the release's tag, where no clone has it")
     add_flag(begin, "--without-wheels", "go on where a variant has no base wheel")
     add_flag(begin, "--drop-contained", "drop what the release contains, and go on")
-    add_flag(begin, "--dry-run", "only show what would conflict; change nothing")
-    add_path(begin, "--out", "with --dry-run: write the table there, Markdown")
+    add_flag(begin, "--dry-run", "only show what would conflict, as Markdown; change nothing")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -87,17 +86,13 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             found=f"onto vLLM {state.onto}, {state}",
             next_step=f"{COMMAND} --continue, or give it up: {COMMAND} --abort",
         )
-    if arguments.out and not arguments.dry_run:
-        raise ToolError("--out goes with --dry-run", found=arguments.out)
     target = find_target(project, arguments.onto, arguments.clone, arguments.commit)
     _show_target(target)
     if target.source.sha256 == project.pin.source.sha256:
         print(f"nothing to do: the series stands on vLLM {target.version}")
     elif arguments.dry_run:
-        text = render_trials(try_all(project, target, arguments.clone), target, project.pin.version)
-        print(text)
-        if arguments.out:
-            arguments.out.write_text(text, encoding="utf-8")
+        trials = try_all(project, target, arguments.clone)
+        print(render_trials(trials, target, project.pin.version))
     else:
         _go_on(project, begin(project, target, arguments))
 

@@ -24,16 +24,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_tree(parser)
     add_series(parser)
     add_path(parser, "--out", "where it goes (default: build/<line>/wheels)")
-    number = "the release number (default: [project].version of pyproject.toml)"
-    parser.add_argument("--release", type=_release, metavar="N", help=number)
     add_downloads(parser)
-
-
-def _release(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("a release number is 1 or more; 0 is the pristine wheel")
-    return number
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -41,7 +32,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     and release number decide every byte. Refuses a build tree that is not the applied series, and
     a series that changes compiled sources: an overlay cannot carry those."""
     out = arguments.out or project.wheels
-    built = build_wheel(project, arguments.variant, out, release=arguments.release)
+    built = build_wheel(project, arguments.variant, out)
     base = project.pin.wheels[arguments.variant]
     print(f"base: {base.file.filename} ({base.trusted_by})")
     if base.tests_only:
@@ -59,12 +50,12 @@ class Built(NamedTuple):
     patches: int
 
 
-def build_wheel(project: Project, variant: str, out: Path, *, release: int | None = None) -> Built:
+def build_wheel(project: Project, variant: str, out: Path) -> Built:
     """Build the wheel of the applied series into ``out``, completely or not at all."""
     base = choose_base(project.pin, variant)
     git, series = tree_series(project)
     # Release 0 is the name of a wheel without patches.
-    number = (release or project.release) if series else 0
+    number = project.release if series else 0
     with zipfile.ZipFile(fetch(base.file, project)) as wheel:
         plan = plan_wheel(wheel, base, git, project.pin, series, number)
         out.mkdir(parents=True, exist_ok=True)
