@@ -7,7 +7,6 @@ import re
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import ToolError
@@ -17,6 +16,7 @@ from tools.common.pin import Project
 from tools.series.apply import am_all, apply_series, scratch_worktree
 from tools.series.check import check_series
 from tools.series.export import export_series
+from tools.series.patch import Patch
 from tools.series.series import Series, read_series
 from tools.series.tree import BASE_REF
 from tools.wheel.plan import tree_series
@@ -36,13 +36,13 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     number, last, changes = prepare(project)
     before = f"since re.{last}" if last is not None else "the first release"
     print(f"prepared: re.{number}, {before}")
-    for change in changes.patches:
+    for change in changes:
         print(f"  {change}")
     print("next: read CHANGELOG.md, edit what it says, commit; then: make release")
 
 
-def prepare(project: Project) -> tuple[int, int | None, "Changes"]:
-    """Write number and changelog of the next release; its number, that before, and the changes.
+def prepare(project: Project) -> tuple[int, int | None, list[str]]:
+    """Write number and changelog of the next release; its number, that before, what changed.
 
     The number is that of pyproject.toml, or the next one if that is released. The date is that of
     the last commit, in UTC.
@@ -61,18 +61,23 @@ def prepare(project: Project) -> tuple[int, int | None, "Changes"]:
         )
     refuse_stale(project)
     build, series = tree_series(project)
-    changes = changes_since(project, build, series, f"re.{last}" if last is not None else None)
-    if not changes.patches and changes.old_version in (None, project.pin.version):
+    tag = f"re.{last}" if last is not None else None
+    changes, old_version = changes_since(project, build, series, tag)
+    moved = old_version not in (None, project.pin.version)
+    if not changes and not moved:
         raise ToolError(
             "there is nothing to release",
             expected="a patch, or the pin, changed since the last release",
-            found=f"the series of re.{last}" if last is not None else "no patches",
+            found=f"the series of {tag}" if tag else "no patches",
         )
     date = git.text("log", "-1", "--date=format-local:%Y-%m-%d", "--format=%cd")
     changelog, settings = project.root / "CHANGELOG.md", project.root / "pyproject.toml"
     if not changelog.is_file():
         raise ToolError("there is no changelog", where=changelog)
-    text, patches = changelog.read_text(encoding="utf-8"), changes.render(project.pin.version)
+    base = f"On vLLM {project.pin.version}" + (f", before on {old_version}." if moved else ".")
+    lines = [f"### Patches of {project.line}", "", base]
+    lines += ["", *(f"- {change}" for change in changes)] if changes else []
+    text, patches = changelog.read_text(encoding="utf-8"), "\n".join(lines) + "\n"
     texts = {
         changelog: date_section(text, number, date, patches),
         settings: _set_number(settings.read_text(encoding="utf-8"), number),
@@ -127,60 +132,38 @@ def refuse_stale(project: Project) -> None:
         )
 
 
-class Change(NamedTuple):
-    """What became of a patch: added, changed, renamed or removed."""
-
-    kind: str
-    name: str
-    subject: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} `{self.name}`: {self.subject}"
-
-
-class Changes(NamedTuple):
-    """Everything that became of a line since a release, and the vLLM it stood on then."""
-
-    line: str
-    patches: tuple[Change, ...]
-    old_version: str | None
-
-    def render(self, version: str) -> str:
-        """As lines of the changelog."""
-        moved = self.old_version not in (None, version)
-        base = f"On vLLM {version}" + (f", before on {self.old_version}" if moved else "") + "."
-        lines = [f"- {change}" for change in self.patches]
-        heading = f"### Patches of {self.line}"
-        return "\n".join([heading, "", base, *([""] if lines else []), *lines]) + "\n"
-
-
-def compare_ranges(output: str, old: Series, new: Series) -> tuple[Change, ...]:
-    """Changes from the lines of ``git range-diff --no-patch``: those removed come last."""
-    found: dict[int, Change] = {}
+def compare_ranges(output: str, old: Series, new: Series) -> list[str]:
+    """What became of each patch, from ``git range-diff --no-patch``; those removed come last."""
+    found: dict[int, str] = {}
     removed = []
     for line in output.splitlines():
         match = _PAIR.fullmatch(line)
         assert match, line
-        before = old.patches[int(match[1]) - 1] if match[1] != "-" else None
-        after = new.patches[int(match[3]) - 1] if match[3] != "-" else None
+        before = old[int(match[1]) - 1] if match[1] != "-" else None
+        after = new[int(match[3]) - 1] if match[3] != "-" else None
         if after is None:
             assert before is not None
-            removed.append(Change("removed", before.name, before.subject))
+            removed.append(_describe("removed", before))
         elif before is None or match[2] == "!" or before.name != after.name:
             kind = "changed" if match[2] == "!" else "renamed"
-            found[int(match[3])] = Change(kind if before else "added", after.name, after.subject)
-    return (*(found[number] for number in sorted(found)), *removed)
+            found[int(match[3])] = _describe(kind if before else "added", after)
+    return [*(found[number] for number in sorted(found)), *removed]
 
 
-def changes_since(project: Project, git: Git, series: Series, tag: str | None) -> Changes:
-    """What changed in the series since a release, or everything when there was none.
+def _describe(kind: str, patch: Patch) -> str:
+    return f"{kind} `{patch.name}`: {patch.subject}"
 
-    ``git`` is the build tree, with the series applied.
+
+def changes_since(
+    project: Project, git: Git, series: Series, tag: str | None
+) -> tuple[list[str], str | None]:
+    """What changed in the series since a release, or all of it where there was none.
+
+    ``git`` is the build tree, with the series applied. Returns the vLLM of that release too.
     """
     repository, patches = Git(project.root), f"patches/{project.line}"
     if tag is None or not repository.files(tag, patches):
-        added = tuple(Change("added", patch.name, patch.subject) for patch in series)
-        return Changes(project.line, added, None)
+        return [_describe("added", patch) for patch in series], None
     archive = repository.run("archive", "--format=tar", tag, patches)
     with tempfile.TemporaryDirectory(prefix="re-release-") as name:
         place = Path(name)
@@ -201,7 +184,7 @@ def changes_since(project: Project, git: Git, series: Series, tag: str | None) -
             base = git.commits(head)[0]
         options = ("--no-color", "--no-patch", "--creation-factor=60")
         output = git.text("range-diff", *options, f"{base}..{head}", f"{BASE_REF}..HEAD")
-    return Changes(project.line, compare_ranges(output, old, series), then.pin.version)
+        return compare_ranges(output, old, series), then.pin.version
 
 
 def section(text: str, number: int) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.patch import Patch, check_paths
-from tools.series.series import Series, fingerprint, read_series
+from tools.series.series import Series, before, fingerprint, read_series
 from tools.series.tree import (
     APPLIED_REF,
     BASE_REF,
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     machine. Refuses over uncommitted changes, and over commits that the series cannot give back."""
     series = Series() if arguments.pristine else read_series(project.series_file)
     if arguments.before:
-        series = series.before(arguments.before)
+        series = before(series, arguments.before)
     if not project.tree.exists():
         print(f"source: {fetch_source(project)}")
     done = apply_series(project, series, discard=arguments.discard, refresh=arguments.refresh)

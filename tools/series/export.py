@@ -133,7 +133,7 @@ def export_series(project: Project, *, check: bool = False, drop: Sequence[str] 
     old = read_series(series_file) if series_file.exists() else Series()
     drafts = [Patch("draft", format_patch(git, commit)) for commit in commits]
     names = name_patches(drafts, old)
-    new = Series(tuple(Patch(name, d.data) for name, d in zip(names, drafts, strict=True)))
+    new = tuple(Patch(name, draft.data) for name, draft in zip(names, drafts, strict=True))
     if problems := [problem for patch in new for problem in check_patch(patch)]:
         raise Problems("commits that break the rules of the series", problems)
     before = {patch.name: patch.data for patch in old}

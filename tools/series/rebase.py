@@ -28,7 +28,7 @@ from tools.series.replay import (
     replay,
     state_of,
 )
-from tools.series.series import Series, read_series, replacing_line, write_series
+from tools.series.series import read_series, replacing_line, write_series
 from tools.series.target import Target, find_target, render_pin
 from tools.series.tree import (
     APPLIED_REF,
@@ -285,7 +285,7 @@ def _prove(project: Project, new: Project, state: State) -> None:
     if not kept:
         step = f"leave everything as it was: {COMMAND} --abort"
         raise ToolError("no patch is left of the series", where=new.tree, next_step=step)
-    write_series(new.series_file, Series(tuple(kept)), list(state.left_out))
+    write_series(new.series_file, tuple(kept), list(state.left_out))
     try:
         export_series(new)
     except ToolError as error:

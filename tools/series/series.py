@@ -5,13 +5,15 @@ import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tools.common.errors import Problems, ToolError
 from tools.common.files import staging, write
 from tools.common.pin import Pin, left_aside
 from tools.series.patch import Patch
+
+# Patches in order.
+Series = tuple[Patch, ...]
 
 
 def parse_series(text: str) -> list[str]:
@@ -42,25 +44,13 @@ def render_series(names: Sequence[str], old: str = "") -> str:
     return "".join(f"{line}\n" for line in [*lines, *above])
 
 
-@dataclass(frozen=True)
-class Series:
-    """Patches in order."""
-
-    patches: tuple[Patch, ...] = ()
-
-    def __iter__(self) -> Iterator[Patch]:
-        return iter(self.patches)
-
-    def __len__(self) -> int:
-        return len(self.patches)
-
-    def before(self, name: str) -> "Series":
-        """The patches that come before the named one."""
-        names = [patch.name for patch in self]
-        if name not in names:
-            expected = "one of: " + ", ".join(names)
-            raise ToolError("the series has no such patch", found=name, expected=expected)
-        return Series(self.patches[: names.index(name)])
+def before(series: Series, name: str) -> Series:
+    """The patches that come before the named one."""
+    names = [patch.name for patch in series]
+    if name not in names:
+        expected = "one of: " + ", ".join(names)
+        raise ToolError("the series has no such patch", found=name, expected=expected)
+    return series[: names.index(name)]
 
 
 def fingerprint(series: Series, pin: Pin) -> str:
@@ -99,7 +89,7 @@ def read_series(series_file: Path) -> Series:
         ) from None
     if problems := list(_listing_problems(series_file, names)):
         raise Problems(f"the list of patches in {series_file} is wrong", problems)
-    return Series(tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names))
+    return tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names)
 
 
 @contextmanager
