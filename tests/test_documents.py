@@ -163,7 +163,7 @@ def scratch(clone: Scratch) -> Iterator[Scratch]:
 def test_editing_a_patch_changes_that_patch_alone(scratch: Scratch) -> None:
     (commands,) = CONTRIBUTING["Editing a patch"]
     scratch.type(commands)
-    (line,) = scratch.changed()
+    (line,) = changed = scratch.changed()
     assert line.startswith(f" M patches/{LINE}/")
     assert "\n+# Edited by a test.\n" in (scratch.root / line[3:]).read_text()
 
@@ -174,6 +174,7 @@ def test_adding_a_patch_adds_one_file_and_one_line(scratch: Scratch) -> None:
     scratch.type(commands)
     assert scratch.series() == [*before, "say-something-by-a-test.patch"]
     assert scratch.changed() == [
+        " M docs/routed_experts.md",
         f" M patches/{LINE}/series",
         f"?? patches/{LINE}/say-something-by-a-test.patch",
     ]
@@ -250,7 +251,7 @@ def test_the_first_commands_of_the_readme_build_a_wheel_and_prove_it(scratch: Sc
     serve, prove = README["vllm-routed-experts"]
     scratch.type(serve.splitlines()[0])
     assert list(
-        (scratch.root / "build" / LINE / "wheels-cuda").glob("vllm-*+re.*.cuda-*x86_64.whl")
+        (scratch.root / "build" / LINE / "wheels-cuda").glob("vllm-*+re.*-*x86_64.whl")
     )
     # The whole suite, which this test is part of: that it can be run is what can be seen here.
     scratch.type(prove.replace("make test ", "make --dry-run test "))
@@ -318,7 +319,7 @@ def test_the_container_commands_of_the_readme_name_one_image(tmp_path: Path) -> 
 
 def test_the_wheel_of_the_documents_is_installed_and_verified(scratch: Scratch) -> None:
     (commands,) = blocks("docs/wheel.md")["The wheel"]
-    assert "base plus series" in scratch.type(commands)
+    assert scratch.type(commands).count("verified: ") == 2
 
 
 def test_every_block_of_the_documents_is_executed_here() -> None:

@@ -15,15 +15,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.common.cli import add_path, add_series, add_tree, tell
 from tools.common.errors import ToolError
 from tools.common.files import write
-from tools.common.git import Change, Git
+from tools.common.git import Git
+from tools.common.markdown import table
 from tools.common.pin import Project
 from tools.series.series import read_series
 from tools.series.tree import BASE_REF, open_tree
@@ -135,8 +135,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     print(f"series: {len(rows)} patches pass at their own places")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Result of one check of one patch."""
 
     good: bool
@@ -144,28 +143,17 @@ class Finding:
     details: str = ""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A patch's commit, and how it differs from the one before."""
+class Place(NamedTuple):
+    """The commit before a patch, and the patch's own."""
 
-    commit: str
     before: str
-    tree: str
-    changes: tuple[Change, ...]
-
-    def files(self, suffix: str) -> list[str]:
-        """Files of this kind that the patch adds or changes."""
-        return [c.path for c in self.changes if c.status != "D" and c.path.endswith(suffix)]
-
-
-def make_place(git: Git, before: str, commit: str) -> Place:
-    return Place(commit, before, git.tree_id(commit), tuple(git.changes(before, commit)))
+    commit: str
 
 
 def places(git: Git) -> list[Place]:
     """The patches of the applied series, in order."""
     commits = [git.text("rev-parse", BASE_REF), *git.commits(f"{BASE_REF}..HEAD")]
-    return [make_place(git, before, commit) for before, commit in pairwise(commits)]
+    return [Place(*pair) for pair in pairwise(commits)]
 
 
 class Checker:
@@ -190,9 +178,14 @@ class Checker:
         """One check of one patch, or what an earlier run found."""
         if name == TESTS:  # keeps its results itself
             return self._check_tests(place)
-        trees = f"{self.git.tree_id(place.before)[:12]}-{place.tree[:12]}"
+        trees = "-".join(self.git.tree_id(commit)[:12] for commit in place)
         make = getattr(self, f"_check_{name}")
-        return Finding(**self._kept(f"{trees}-{_recipe()}-{name}", lambda: vars(make(place))))
+        return Finding(*self._kept(f"{trees}-{_recipe()}-{name}", lambda: make(place)))
+
+    def _files(self, place: Place, suffix: str) -> list[str]:
+        """Files of this kind that the patch adds or changes."""
+        changes = self.git.changes(*place)
+        return [c.path for c in changes if c.status != "D" and c.path.endswith(suffix)]
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         """What an earlier run kept under this name, as JSON, or what is made now."""
@@ -243,7 +236,7 @@ class Checker:
         self._go_to(place.commit)
         touched = [
             re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".")
-            for file in place.files(".py")
+            for file in self._files(place, ".py")
             if file.startswith(f"{PACKAGE}/")
         ]
         modules = dict.fromkeys([*MODULES, *touched])
@@ -252,7 +245,7 @@ class Checker:
 
     def _check_linters(self, place: Place) -> Finding:
         self._go_to(place.commit)
-        python, markdown = place.files(".py"), place.files(".md")
+        python, markdown = self._files(place, ".py"), self._files(place, ".md")
         commands = {}
         if python:
             commands = {" ".join(words[:2]): (*words, *python) for words in RUFF}
@@ -306,10 +299,10 @@ class Checker:
         return sorted("".join(pair) for pair in said)
 
     def _check_tests(self, place: Place) -> Finding:
-        files = [file for file in place.files(".py") if is_test_file(file)]
+        files = [file for file in self._files(place, ".py") if is_test_file(file)]
         passed, skipped, bad = 0, 0, []
         for file in files:
-            key = f"{place.tree[:12]}-{recipe()[:8]}"
+            key = f"{self.git.tree_id(place.commit)[:12]}-{recipe()[:8]}"
             results = self.results / key / Path(file).with_suffix(".xml")
             if not results.is_file():
                 self._go_to(place.commit)
@@ -344,17 +337,16 @@ def _tail(text: str, lines: int = 12) -> str:
 
 def render(rows: Iterable[tuple[str, dict[str, Finding]]], about: str) -> str:
     """The record of all checks, as Markdown: a row for each patch by file name."""
-    lines = ["# Every patch at its own place", "", about, ""]
-    lines += [f"| Patch | {' | '.join(c.capitalize() for c in CHECKS)} |", "| --- " * 5 + "|"]
-    details = []
+    cells, details = [], []
     for name, findings in rows:
-        cells = []
+        cells.append([f"`{name}`"])
         for check in CHECKS:
             found = findings[check]
-            cells.append(found.said if found.good else f"**{found.said}**")
+            cells[-1].append(found.said if found.good else f"**{found.said}**")
             if not found.good:
                 details += [f"`{name}`, {check}:", "", "```text", found.details, "```", ""]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    titles = ["Patch", *(check.capitalize() for check in CHECKS)]
+    lines = ["# Every patch at its own place", "", about, "", *table(titles, cells)]
     if details:
         lines += ["", "## What failed", "", *details[:-1]]
     return "\n".join(lines) + "\n"

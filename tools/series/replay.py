@@ -16,6 +16,7 @@ from tools.common.cli import tell
 from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
+from tools.common.markdown import table
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 from tools.series.target import Target
@@ -280,11 +281,10 @@ def render_trials(trials: Sequence[Trial], target: Target, before: str) -> str:
         f"already. Source: `{target.source.filename}`, sha256 `{target.source.sha256}`.",
         "",
     ]
-    if clean != len(trials):
-        lines += ["| Patch | Verdict | Where |", "| --- | --- | --- |"]
-        for name, verdict, found in trials:
-            if verdict != "clean":
-                where = "<br>".join(f"`{c.path}`{str(c)[len(c.path) :]}" for c in found)
-                lines.append(f"| `{name}` | {verdict} | {where} |")
-        lines.append("")
+    if rows := [
+        (f"`{name}`", verdict, "<br>".join(f"`{c.path}`{str(c)[len(c.path) :]}" for c in found))
+        for name, verdict, found in trials
+        if verdict != "clean"
+    ]:
+        lines += [*table(("Patch", "Verdict", "Where"), rows), ""]
     return "\n".join(lines)

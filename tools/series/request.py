@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tools.common.git import Git
+from tools.common.markdown import table
 from tools.series.check_patches import Finding
 from tools.series.patch import OWN_HEADER, PROJECT_EMAIL, Patch
 from tools.upstream.testrun import is_test_file
@@ -103,14 +104,12 @@ def _parts(patch: Patch) -> tuple[str, str]:
 def _results(findings: Mapping[str, Finding], label: str) -> list[str]:
     if not findings:
         return [f"... (not run on this branch yet: run the plan on {label}, put the output here)"]
-    lines = [f"On {label}, on a CPU:", "", "| Check | Result |", "| --- | --- |"]
-    more = []
+    rows, more = [], []
     for check, found in findings.items():
-        said = found.said if found.good else f"**failed**: {found.said}"
-        lines.append(f"| {check} | {said} |")
+        rows.append((check, found.said if found.good else f"**failed**: {found.said}"))
         if not found.good:
             more += ["", f"{check}:", "", "```text", found.details, "```"]
-    return lines + more
+    return [f"On {label}, on a CPU:", "", *table(("Check", "Result"), rows), *more]
 
 
 def _checklist(git: Git, base: str) -> str:

@@ -23,7 +23,7 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series
 from tools.series.check import check_needs
-from tools.series.check_patches import IMPORTS, LINTERS, TESTS, Checker, Finding, make_place
+from tools.series.check_patches import IMPORTS, LINTERS, TESTS, Checker, Finding, Place
 from tools.series.clone import Person, find_person, open_clone, resolve
 from tools.series.patch import Patch
 from tools.series.request import count_commits, render_request, split_body
@@ -309,7 +309,7 @@ def _publish(git: Git, base: Base, branches: Sequence[str], replace: bool) -> No
 
 def _check(project: Project, git: Git, head: str, number: int) -> dict[str, Finding]:
     """Check the last commits of a branch together, with the kernels that are installed."""
-    place = make_place(git, git.text("rev-parse", f"{head}~{number}"), head)
+    place = Place(git.text("rev-parse", f"{head}~{number}"), head)
     checker = Checker(git, find_site(Path(sys.executable)), project.build / "submit-checks")
     findings = {}
     for check in (IMPORTS, LINTERS, TESTS):

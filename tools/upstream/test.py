@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tools.common.cli import add_path, add_series, add_tree, tell
 from tools.common.errors import ToolError
 from tools.common.git import Git
+from tools.common.markdown import table
 from tools.common.pin import Project
 from tools.series.series import parse_series, read_series
 from tools.series.tree import BASE_REF, open_tree
@@ -218,42 +219,44 @@ def _verdict(before: Outcome | None, after: Outcome | None, ours: bool) -> str:
     return BROKEN if before and before.status == PASSED else OTHER
 
 
-def _table(*titles: str) -> list[str]:
-    return [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-
-
 def render(comparisons: list[Comparison], about: str) -> str:
     """The record of a comparison, as Markdown."""
-    lines = ["# vLLM's own tests on the pristine and on the patched wheel", "", about, ""]
-    lines += ["Passed / cannot run here / failed otherwise / skipped.", ""]
-    lines += _table("File", "Pristine", "Patched", "Same", "Differences")
+    rows = []
     for file in [*sorted({c.file for c in comparisons}), "All"]:
-        rows = [c for c in comparisons if file in (c.file, "All")]
-        verdicts = Counter(c.verdict for c in rows)
+        ours = [c for c in comparisons if file in (c.file, "All")]
+        verdicts = Counter(c.verdict for c in ours)
         same = verdicts.pop(SAME, 0)
         differ = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
-        sides = f"{_counts(c.pristine for c in rows)} | {_counts(c.patched for c in rows)}"
         name = f"`{file.removeprefix('tests/')}`" if file != "All" else file
-        lines.append(f"| {name} | {sides} | {same} | {differ or 'none'} |")
-    different: Counter[tuple[str, str]] = Counter()  # cases of a test that differ in one way
-    failing: Counter[tuple[str, str]] = Counter()
+        sides = (_counts(c.pristine for c in ours), _counts(c.patched for c in ours))
+        rows.append((name, *sides, str(same), differ or "none"))
+    different: Counter[tuple[str, ...]] = Counter()  # cases of a test that differ in one way
+    failing: Counter[tuple[str, ...]] = Counter()
     for c in comparisons:
         name = c.test.removeprefix("tests.").replace("|", "\\|").partition("[")[0]
         if c.verdict != SAME:
-            how = f"{_status(c.pristine)} | {_status(c.patched)} | {c.verdict}"
-            different[name, how] += 1
+            different[name, _status(c.pristine), _status(c.patched), c.verdict] += 1
         outcome = c.patched or c.pristine
         if outcome and outcome.bad:
-            why = f"{outcome.cannot_run or 'see right'} | {_cell(outcome.reason)}"
-            failing[name, why] += 1
-    lines += ["", "## Differences", ""]
-    lines += _table("Test", "Pristine", "Patched", "Verdict") if different else ["None."]
-    for (name, how), count in different.items():
-        lines.append(f"| `{name}`{f' ({count} cases)' if count > 1 else ''} | {how} |")
-    lines += ["", "## Tests that cannot pass here, and why", ""]
-    lines += _table("Tests", "Why", "What the failure says")
-    for (name, why), count in sorted(failing.items()):
-        lines.append(f"| `{name}`{f' ({count})' if count > 1 else ''} | {why} |")
+            failing[name, outcome.cannot_run or "see right", _cell(outcome.reason)] += 1
+    differences = [
+        (f"`{name}`{f' ({count} cases)' if count > 1 else ''}", *how)
+        for (name, *how), count in different.items()
+    ]
+    failures = [
+        (f"`{name}`{f' ({count})' if count > 1 else ''}", *why)
+        for (name, *why), count in sorted(failing.items())
+    ]
+    titles = ("Test", "Pristine", "Patched", "Verdict")
+    lines = [
+        *("# vLLM's own tests on the pristine and on the patched wheel", "", about, ""),
+        *("Passed / cannot run here / failed otherwise / skipped.", ""),
+        *table(("File", "Pristine", "Patched", "Same", "Differences"), rows),
+        *("", "## Differences", ""),
+        *(table(titles, differences) if differences else ["None."]),
+        *("", "## Tests that cannot pass here, and why", ""),
+        *table(("Tests", "Why", "What the failure says"), failures),
+    ]
     return "\n".join(lines) + "\n"
 
 
