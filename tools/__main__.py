@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
                 epilog=f"example:\n  {example}",
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
-            # Here too, for who names the verb first; SUPPRESS keeps what was said before it.
+            # Also after the verb; SUPPRESS keeps a value that was given before it.
             verb_parser.add_argument("--on", default=argparse.SUPPRESS, metavar="LINE", help=on)
             module.declare(verb_parser)
             verb_parser.set_defaults(run=module.run)
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit status is 0, 1 for an error that is explained, 2 for wrong usage."""
+    """Run one verb. Exit status: 0, 1 for an error that is explained, 2 for wrong usage."""
     parsed = parser().parse_args(arguments)
     given = vars(parsed)
     wheelhouse, tree, series = map(given.get, ("wheelhouse", "tree", "series"))

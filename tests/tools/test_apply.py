@@ -244,7 +244,7 @@ def test_a_patch_edited_by_hand_is_refused(toy: Toy) -> None:
     toy.do("series", "apply", "--pristine")
     toy.edit_patch(NAMES[0], "+SETTING_9 = 99", "+SETTING_9 = 98")
     error = toy.refuse("series", "apply")
-    assert "not about the file that it meets" in error
+    assert "made for another version of a file" in error
     assert f"{NAMES[0]}, vllm/envs.py" in error
     assert "--refresh" in error
 

@@ -714,7 +714,7 @@ def test_a_replacement_cut_off_at_any_rename_goes_on_or_is_given_up(
         with pytest.raises(Trouble):
             toy.run("series", "rebase", "--onto", NEXT)
     if killed and number == 2:
-        ((old, place),) = re.findall(r"get the old series back: mv (\S+) (\S+)$", stop(toy, way))
+        ((old, place),) = re.findall(r"restore the old series: mv (\S+) (\S+)$", stop(toy, way))
         Path(old).rename(place)
     assert unmoved(toy) == still
     rebase(toy, way)

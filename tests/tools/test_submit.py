@@ -413,7 +413,7 @@ def test_words_that_cannot_be_are_refused(
     ("words", "said"),
     [
         (("--onto", "main"), "name the clone: --clone"),
-        (("--clone", "{clone}"), "on which are the branches to stand"),
+        (("--clone", "{clone}"), "need a ref of the clone to start from"),
         (("--clone", "{clone}", "--onto", "gone"), "the clone has no such ref"),
         (("--clone", "{clone}", "--onto=--all"), "the clone has no such ref"),
         (("--clone", "/nowhere", "--onto", "main"), "not a clone of vLLM"),

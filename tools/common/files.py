@@ -53,7 +53,7 @@ def replacing_all(texts: Mapping[Path, str]) -> Iterator[None]:
 
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """An empty directory beside ``target``, to be filled and perhaps renamed; gone afterwards."""
+    """An empty directory beside ``target``; removed at the end unless the body renames it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent.resolve()))
     place.chmod(0o755)

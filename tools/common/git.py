@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tools.common.errors import FailedCommand, ToolError
 
-# The same bytes must come out on every machine, so nothing of the user's set-up may get in.
+# The user's configuration must not change the bytes that come out.
 _SETTINGS = {
     "core.hooksPath": "/dev/null",  # no hook of a template or of the repository runs
     "core.fsmonitor": "false",
@@ -43,7 +43,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "GIT_ATTR_NOSYSTEM": "1",
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_EDITOR": "false",
-        "GIT_OPTIONAL_LOCKS": "0",  # looking at a repository does not write into it
+        "GIT_OPTIONAL_LOCKS": "0",  # reading a repository does not write into it
         **(extra or {}),
     }
 
@@ -78,7 +78,7 @@ class Git:
         accept: Sequence[int] = (0,),
     ) -> subprocess.CompletedProcess[bytes]:
         """Run one git command; any exit status that is not accepted raises FailedCommand."""
-        # The tree was named by the user, so its owner is no reason to refuse it.
+        # The user named this tree: accept it whoever owns it.
         safe = ("-c", f"safe.directory={self.path.resolve()}")
         command = ["git", *_ARGUMENTS, *safe, *arguments]
         done = subprocess.run(

@@ -14,9 +14,9 @@ from typing import Any
 
 from tools.common.errors import ToolError
 
-# The line that is meant where none is named. The Makefile has it too.
+# The default line. The Makefile has it too.
 DEFAULT_LINE = "v0.20.2"
-# The commit of a release of which only the archive is known, which does not state it.
+# The commit of a release whose archive does not state it.
 UNKNOWN = "unknown"
 
 
@@ -118,11 +118,11 @@ def load_pin(path: Path) -> Pin:
 
 
 def left_aside(directory: Path) -> str | None:
-    """The command that brings a line back which was cut off while it was replaced."""
+    """How to restore a line whose replacement was interrupted; None if there is no need."""
     aside = sorted(map(str, directory.parent.glob(f".{directory.name}-old-*")))
     if not aside or directory.exists():
         return None
-    return f"a command was cut off; get the old series back: mv {aside[0]} {directory}"
+    return f"a command was interrupted; restore the old series: mv {aside[0]} {directory}"
 
 
 def lines(root: Path) -> list[str]:

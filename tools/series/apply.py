@@ -68,8 +68,8 @@ class Applied(NamedTuple):
 def am(git: Git, patch: Patch, *, refresh: bool = False) -> str:
     """Make one commit of a patch on HEAD, or raise; returns the commit.
 
-    Unless ``refresh``, the diff must be about exactly these files: the blobs before and after are
-    those that its ``index`` lines name. So a patch that moved or was edited by hand is refused.
+    Unless ``refresh``, the blobs before and after must be those of the diff's ``index`` lines: a
+    patch that moved or was edited by hand is refused.
     """
     if problems := check_paths(patch):
         raise problems[0]
@@ -108,7 +108,7 @@ def _refuse_other_blobs(git: Git, patch: Patch) -> None:
         # A change of mode alone has no index line.
         if change.before != change.after and said != made:
             raise ToolError(
-                "a patch is not about the file that it meets; nothing was changed",
+                "a patch was made for another version of a file; nothing was changed",
                 where=f"{patch.name}, {change.path}",
                 expected=f"index {said[0]}..{said[1]}",
                 found=f"index {made[0]}..{made[1]}",
@@ -144,10 +144,10 @@ def apply_series(
     def remember(git: Git, commit: str) -> None:
         git.run("update-ref", APPLIED_REF, commit)
         record = Record(fingerprint(series, project.pin), git.tree_id(commit))
-        # Refreshed patches are not what their files say; no wheel is built before an export.
+        # Refreshed patches differ from their files: no wheel is built before an export.
         write_record(git, None if refresh else record)
 
-    submodule(project)  # one that is not as pinned is refused, also where it is not needed
+    submodule(project)  # refuses one that is not as pinned, even if it is not needed
     tree = project.tree
     if not tree.exists():
         with staging(tree) as place:

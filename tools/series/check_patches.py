@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every patch at its own place in the series, as a pull request that stops there would be.
 
-vLLM imports, its own linters pass on what the patch touches, mypy says nothing that it does not say
-of the commit before, and the tests that the patch touches pass.
+vLLM imports, its own linters pass on the files that the patch touches, mypy finds no error that the
+commit before does not have, and the tests that the patch touches pass.
 """
 
 import argparse
@@ -188,7 +188,7 @@ class Checker:
         return [c.path for c in changes if c.status != "D" and c.path.endswith(suffix)]
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """What an earlier run kept under this name, as JSON, or what is made now."""
+        """The result that an earlier run stored under this name, or a new one."""
         stored = self.results / f"{name}.json"
         if not stored.is_file():
             write(stored, json.dumps(make(), indent=1))
@@ -270,17 +270,17 @@ class Checker:
         return Finding(not fresh, f"{len(fresh)} errors" if fresh else "no error", "\n".join(fresh))
 
     def _mypy(self, commit: str) -> list[str]:
-        """What mypy says of the whole package and its tests, without line numbers."""
+        """The errors that mypy finds in the package and its tests, without line numbers."""
         key = f"{self.git.tree_id(commit)[:12]}-{_recipe()}-mypy"
         return self._kept(key, lambda: self._run_mypy(commit))
 
     def _run_mypy(self, commit: str) -> list[str]:
         self._go_to(commit)
-        # Which files, in which groups, stands in vLLM's own hook.
+        # vLLM's own hook tells which files are checked together.
         files = self.git.files(commit, PACKAGE, "tests")
         status, groups = self._run(sys.executable, "-c", _GROUPS, *sorted(files))
         if status:
-            raise ToolError("vLLM's mypy hook does not say its files", details=[groups])
+            raise ToolError("vLLM's mypy hook does not tell its files", details=[groups])
         config = self.tree / ".pre-commit-config.yaml"
         lowest = MYPY_VERSION.search(config.read_text() if config.exists() else "")
         mypy = (*MYPY, lowest[1] if lowest else "3.10")

@@ -30,8 +30,8 @@ PAGE = "docs/features/routed_experts.md"
 _FORMAT = (
     "--always",  # an empty commit too, so that it can be named and refused
     "--no-signature",  # else the last line is the version of git
-    "--zero-commit",  # else an edit below changes the first line of every patch above
-    "--no-numbered",  # else a patch more changes every subject to 1/n
+    "--zero-commit",  # else an edit changes the first line of every later patch
+    "--no-numbered",  # else one more patch changes every subject
     "--subject-prefix=PATCH",  # am cuts this off again and leaves [Core] alone
     "--patch",
     "--no-stat",  # its columns depend on the longest name
@@ -41,7 +41,7 @@ _FORMAT = (
     "--inter-hunk-context=0",
     "-O/dev/null",  # files in the order of their paths
     "--no-renames",  # a detected rename depends on thresholds
-    "--no-indent-heuristic",  # where a hunk may slide depends on the version's taste
+    "--no-indent-heuristic",  # where a hunk slides to depends on git's version
     *("--src-prefix=a/", "--dst-prefix=b/", "--no-color", "--no-ext-diff", "--no-textconv"),
     *("--no-relative", "--no-cover-letter", "--no-attach", "--no-thread", "--no-base"),
     *("--no-signoff", "--no-notes", "--pretty=email", "--no-to", "--no-cc", "--no-add-header"),
@@ -89,7 +89,7 @@ class Exported:
 
 def format_patch(git: Git, commit: str) -> bytes:
     """One commit as a patch file; the bytes depend on nothing but the commit."""
-    # am takes both spellings of an empty line, bytes do not.
+    # am takes an empty line with and without its blank; the bytes must be the same everywhere.
     settings = ("-c", "diff.suppressBlankEmpty=false", "-c", "log.showSignature=false")
     return git.run(*settings, "format-patch", "-1", "--stdout", *_FORMAT, commit).stdout
 
@@ -109,7 +109,7 @@ def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
                 names[i] = like.name
                 free.remove(like)
     chosen = [names.get(i, f"{slug(draft.subject)}.patch") for i, draft in enumerate(drafts)]
-    # A name that an old patch just gave up may be taken again; two of this export may not clash.
+    # The name of a removed patch may be taken again; two patches of one export may not clash.
     for name in chosen:
         if chosen.count(name) > 1 or name == ".patch":
             pairs = zip(drafts, chosen, strict=True)
@@ -172,7 +172,7 @@ def export_page(project: Project, check: bool) -> list[str]:
 
 
 def _exportable(git: Git) -> list[str]:
-    """The commits above the base, oldest first; what cannot be a series is refused."""
+    """The commits above the base, oldest first; refuses what cannot be a series."""
     if git.run("merge-base", "--is-ancestor", BASE_REF, "HEAD", accept=(0, 1)).returncode:
         raise ToolError(
             "HEAD does not stand on the base commit",
@@ -218,7 +218,7 @@ def _refuse_silent_loss(removed: Sequence[str], drop: Sequence[str]) -> None:
 
 
 def _refuse_strays(series_file: Path, new: Series, before: dict[str, bytes]) -> None:
-    """A file that no series listed is somebody's work: it is not written over."""
+    """Refuse to overwrite a file that the old series does not list."""
     for patch in new:
         path = series_file.parent / patch.name
         if patch.name not in before and path.exists() and path.read_bytes() != patch.data:

@@ -56,7 +56,7 @@ def parse_status(line: str) -> tuple[str, str | None] | None:
 
 @dataclass(frozen=True)
 class Patch:
-    """A file of the series, as bytes; everything else is read off them."""
+    """A file of the series; everything else is read from its bytes."""
 
     name: str
     data: bytes

@@ -95,7 +95,7 @@ def count_commits(number: int) -> str:
 
 
 def _parts(patch: Patch) -> tuple[str, str]:
-    """Why the patch exists, and how it was tested, out of its message."""
+    """The parts of a message: why the patch exists, and how it was tested."""
     texts = re.split(r"\n\s*\n", _lines(split_body(patch)[0]).strip())
     how = [text for text in texts if re.match(r"Tests?(ed)?:", text)]
     return _paragraphs(text for text in texts if text not in how), _paragraphs(how)
@@ -113,7 +113,7 @@ def _results(findings: Mapping[str, Finding], label: str) -> list[str]:
 
 
 def _checklist(git: Git, base: str) -> str:
-    """Upstream's own checklist, unticked: ticking it is the person's."""
+    """Upstream's own checklist, unticked: the person ticks it."""
     files = git.files(base, _TEMPLATE)
     if _TEMPLATE not in files:
         return "(the base has no template for pull requests)"

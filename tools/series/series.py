@@ -62,7 +62,7 @@ def fingerprint(series: Series, pin: Pin) -> str:
 
 
 def _listing_problems(series_file: Path, names: Sequence[str]) -> Iterator[ToolError]:
-    """What is wrong with the list itself, so that it cannot be read as patches."""
+    """Mistakes in the list that keep the patches from being read."""
     for name in dict.fromkeys(names):
         path = series_file.parent / name
         if names.count(name) > 1:
@@ -77,7 +77,7 @@ def _listing_problems(series_file: Path, names: Sequence[str]) -> Iterator[ToolE
 
 
 def read_series(series_file: Path) -> Series:
-    """The series, read once; a list that names what is not there is refused."""
+    """Read the series; refuse a list with mistakes."""
     try:
         names = parse_series(series_file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -98,14 +98,14 @@ def find_base(project: Project, onto: str | None, clone: Path | None) -> Base:
     """The pinned release in the build tree, or a ref of a clone."""
     if clone is None:
         if onto is not None:
-            what = "a base other than the pinned release is a ref of a clone"
+            what = "only a clone has other refs than the pinned release"
             step = "name the clone: --clone <path>"
             raise ToolError(what, where="--onto", found=onto, next_step=step)
         git = Git(project.tree)
         return Base(git, git.text("rev-parse", BASE_REF), f"vLLM {project.pin.version}")
     git = open_clone(clone)
     if onto is None:
-        what = "a clone has many commits: on which are the branches to stand?"
+        what = "the branches need a ref of the clone to start from"
         raise ToolError(what, where=clone, next_step="name one: --onto origin/main")
     return Base(git, resolve(git, onto), onto)
 
@@ -157,7 +157,7 @@ def _refuse_words(topic: str | None, trailers: Sequence[str], out: Path) -> None
 
 @contextmanager
 def _workshop(project: Project, base: Base) -> Iterator[Git]:
-    """A repository that sees the commits of the series and of the base, gone afterwards."""
+    """A temporary repository that has the commits of the series and of the base."""
     with staging(project.tree.with_name("submit")) as place:
         git = Git(place)
         git.init("work")
@@ -177,7 +177,7 @@ def _workshop(project: Project, base: Base) -> Iterator[Git]:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the commits of branches in a workshop."""
+    """Makes the commits of branches in a temporary repository."""
 
     git: Git
     base: Base
@@ -300,7 +300,7 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
 
 
 def _publish(git: Git, base: Base, branches: Sequence[str], replace: bool) -> None:
-    """Hand all branches to their repository in one act; nothing leaves this machine."""
+    """Fetch all branches into their repository in one act; nothing leaves this machine."""
     sign = "+" if replace else ""
     if refs := [f"{sign}refs/heads/{name}:refs/heads/{name}" for name in branches]:
         options = ("--quiet", "--atomic", "--no-tags", "--no-write-fetch-head")

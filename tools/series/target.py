@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A release or a commit that the series could stand on, and the pin that it would give."""
+"""A release or a commit to move the series to, and the pin of it."""
 
 import gzip
 import hashlib
@@ -28,7 +28,7 @@ ARCHIVE_ONLY = ("PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py")
 
 @dataclass(frozen=True)
 class Target:
-    """Everything that the pin says of where the series is to stand."""
+    """What the pin says about the release or the commit to move to."""
 
     version: str
     tag: str
@@ -36,11 +36,11 @@ class Target:
     source: PinnedFile
     archive_only: tuple[str, ...]
     wheels: Mapping[str, PinnedFile | None]  # by variant; None: there is none
-    notes: tuple[str, ...] = ()  # what a person should know of it
+    notes: tuple[str, ...] = ()  # that a person should read
 
 
 def find_target(project: Project, onto: str, clone: Path | None, commit: str | None) -> Target:
-    """Find a version on the package index, or a git ref in a clone; have its source here.
+    """Find a version on the package index, or a git ref in a clone, and get its source.
 
     A ref that is a release's tag gives the release. The source of any other commit is packed from
     the clone: no index has it.

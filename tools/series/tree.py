@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build tree: a repository with the release as base commit and one commit for each patch.
 
-It remembers, in refs and in a record beside them, which commits the patches can give back.
+Refs and a record beside them tell which commits the patches reproduce.
 """
 
 import shutil
@@ -33,7 +33,7 @@ class Record(NamedTuple):
 
 
 def base_message(pin: Pin) -> str:
-    """The base commit's message: the record of the pin that a build directory carries."""
+    """The base commit's message, which states the pin."""
     return (
         f"vLLM {pin.version}\n\nRelease: {pin.git_tag}\nCommit: {pin.commit}\n"
         f"Source-sha256: {pin.source.sha256}\n"
@@ -105,7 +105,7 @@ def commit_base(git: Git, pin: Pin) -> None:
 
 
 def open_tree(project: Project) -> Git:
-    """The project's build tree; one of another pin, or not ours, is refused."""
+    """The project's build tree; refuses one of another pin, or one that apply did not make."""
     path, pin = project.tree, project.pin
     apply = "python -m tools series apply"
     if not path.exists():
@@ -170,7 +170,7 @@ def refuse_unfinished(git: Git) -> None:
 
 
 def unaccounted(git: Git) -> list[str]:
-    """Commits on the branch or a detached HEAD that no patch can give back, oldest first."""
+    """Commits on the branch or a detached HEAD that no patch reproduces, oldest first."""
     known = filter(None, map(git.commit_id, (BASE_REF, APPLIED_REF, EXPORTED_REF)))
     tips = [git.commit_id(f"refs/heads/{BRANCH}")]
     if git.current_branch() is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned files: from a wheelhouse, or found by unearth and downloaded; kept only if they agree.
+"""Pinned files, from a wheelhouse or downloaded; kept only if size and digest are as pinned.
 
-The next command continues a download that was cut off where it stopped.
+The next command continues an interrupted download where it stopped.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from tools.source.index import CHECK_NETWORK, Index
 _CHUNK = 1 << 20
 _SPARE = 64 << 20  # bytes that must stay free beside the file itself
 
-# Called with the number of bytes just written, or found from a download that was cut off.
+# Called with the number of bytes just written, or left by an interrupted download.
 Advance = Callable[[int], None]
 
 
@@ -64,7 +64,7 @@ def check_file(path: Path, pinned: PinnedFile) -> None:
 
 
 def need_space(directory: Path, size: int) -> None:
-    """Refuse to begin writing a file for which there is no room."""
+    """Refuse to write a file that does not fit on the disk."""
     free, need = shutil.disk_usage(directory).free, size + _SPARE
     if free < need:
         raise ToolError(
@@ -81,7 +81,7 @@ def fetch(
     project: Project,
     show: Callable[[PinnedFile], AbstractContextManager[Advance]] = progress,
 ) -> Path:
-    """The pinned file: of the wheelhouse, of an earlier download, or downloaded now."""
+    """The pinned file: from the wheelhouse, from an earlier download, or downloaded now."""
     places = [place for place in (project.wheelhouse, project.downloads) if place]
     for path in (place / pinned.filename for place in places):
         if path.exists():
@@ -137,7 +137,7 @@ def _alone(path: Path) -> Iterator[BinaryIO]:
 
 
 def _download(pinned: PinnedFile, out: BinaryIO, advance: Advance) -> tuple[str, int]:
-    """Complete a file that may hold the beginning already; return its sha256 and size."""
+    """Download what ``out`` lacks of a file; return its sha256 and size."""
     out.seek(0)
     digest, size = hashlib.sha256(), 0
     if os.fstat(out.fileno()).st_size < pinned.size:
@@ -202,5 +202,5 @@ def _opened(link: Link, finder: PackageFinder, skip: int) -> Iterator[tuple[int,
     with finder.session.get_stream(link.normalized, headers=headers) as response:
         response.raise_for_status()
         partly = response.headers.get("Content-Range", "").startswith(f"bytes {skip}-")
-        # As the bytes come: a chunk that is waited for would be lost with the connection.
+        # Unbuffered: a chunk that is not full yet would be lost with the connection.
         yield skip if partly else 0, response.iter_bytes()

@@ -18,15 +18,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Get the pinned source onto this machine, and print which it is. The submodule is used where
-    the line has one and it is checked out; else the archive: of the wheelhouse, of build/downloads,
-    or downloaded there. A download that was cut off continues where it stopped. PIP_INDEX_URL names
-    another package index."""
+    """Get the pinned source, and print which it is. Uses the submodule if the line has one and it
+    is checked out, else the archive: from the wheelhouse, from build/downloads, or downloaded
+    there. An interrupted download continues where it stopped. PIP_INDEX_URL names another package
+    index."""
     print(f"source: {fetch_source(project)}")
 
 
 def submodule(project: Project) -> Path | None:
-    """The line's submodule if it is checked out; one that is not as pinned is refused."""
+    """The line's submodule if it is checked out; refuses one that is not as pinned."""
     path, pin = project.submodule, project.pin
     if path is None:
         return None
@@ -53,7 +53,7 @@ def submodule(project: Project) -> Path | None:
 
 
 def fetch_source(project: Project) -> str:
-    """Get the source onto this machine; return which it is."""
+    """Get the source; return which it is."""
     source = project.pin.source
     if path := submodule(project):
         return f"the submodule {path.name}/ at {project.pin.commit}"

@@ -43,7 +43,7 @@ class IndexFile:
 
 @contextmanager
 def _explained(what: str, where: str) -> Iterator[None]:
-    """Raise any error of the transport, which has many classes, as one that a person can use."""
+    """Raise any error of the transport, which has many classes, as a ToolError."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ class Index:
     """The package index that PIP_INDEX_URL names, or unearth's default one."""
 
     def __init__(self) -> None:
-        # When an index does not answer, our own message says it better.
+        # Our own message says more about an index that does not answer.
         logging.getLogger("unearth").setLevel(logging.ERROR)
         url = os.environ.get("PIP_INDEX_URL")
         self.finder = PackageFinder(index_urls=[url] if url else [], ignore_compatibility=True)
@@ -106,7 +106,7 @@ def releases(files: Sequence[IndexFile]) -> list[Version]:
 def like_wheel(files: Sequence[IndexFile], tag: str) -> IndexFile | None:
     """The wheel for the same interpreter, ABI, kind of system and processor as ``tag``, if any.
 
-    The versions of the C library that tags name may differ; the last of several builds counts.
+    The tags may name other versions of the C library. Of several builds the last is taken.
     """
     found = [
         (file.wheel[0], tag in map(str, file.wheel[1]), file.filename, file)

@@ -94,7 +94,7 @@ def _write(snapshot: Path, table: dict[str, Any]) -> None:
 
 
 def _tokenizer(table: dict[str, Any]) -> dict[str, Any]:
-    """The files of a tokenizer with a token a byte, and the special ones."""
+    """The files of a tokenizer with one token per byte, and the special tokens."""
     from tokenizers import pre_tokenizers
 
     first, special = table.get("bytes_from", 1), table.get("special", {"<|endoftext|>": 0})

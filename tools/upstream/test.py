@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         )
 
 
-# What the tests need of a tree; not vllm/, which would stand before the installed wheel.
+# What the tests need of a tree. Not vllm/: it would be imported instead of the installed wheel.
 PARTS = ("tests", "examples", "pyproject.toml")
 LIMIT_S = 600
 
@@ -138,7 +138,7 @@ class Comparison(NamedTuple):
 def run_side(
     side: Side, files: Iterable[str], build: Path, told: Callable[[str, str, Results], None]
 ) -> dict[str, Results]:
-    """Run the files that exist on this side; what an earlier run finished is not run again.
+    """Run the files that exist on this side, less those that an earlier run finished.
 
     ``told`` is called with side, file and results when a file ends.
     """
@@ -194,7 +194,7 @@ def compare(
     patched: dict[str, Results],
     touched: dict[str, set[str] | None],
 ) -> list[Comparison]:
-    """Every test of both sides, with what its difference is called."""
+    """Every test of both sides, with its verdict."""
     found = []
     for file in sorted(pristine.keys() | patched.keys()):
         before, after = pristine.get(file, {}), patched.get(file, {})
@@ -207,7 +207,7 @@ def compare(
 
 
 def _verdict(before: Outcome | None, after: Outcome | None, ours: bool) -> str:
-    """What a difference is called; ``ours``: the series touches this very test."""
+    """The verdict on one test; ``ours``: the series touches it."""
     if before and after and before.status == after.status and before.reason == after.reason:
         return SAME
     if after and after.bad and not after.cannot_run:

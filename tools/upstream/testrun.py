@@ -14,7 +14,7 @@ from typing import NamedTuple
 from harness.process import KEEPER
 from tools.upstream.hubcache import make_hub
 
-# The name of what stands for a file that gave no results.
+# Stands for the tests of a file that gave no results.
 WHOLE_FILE = "(the whole file)"
 
 PASSED, FAILED, ERROR, SKIPPED = "passed", "failed", "error", "skipped"
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
         """How the message begins, without what differs from run to run."""
         text = " ".join(line.strip() for line in self.message.strip().splitlines()[:3])
         text = re.sub(r"0x[0-9a-f]+", "0x…", text)
-        # Of processes that end together, those whose end was seen first.
+        # Which of several ended processes was seen first.
         text = re.sub(r"(core proc\(s\)): \{.*?\}", r"\1: …", text)
         text = re.sub(r"(/[\w.@+-]+){2,}", "…", text)
         return re.sub(r"\d+", "#", text)[:200].strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wheel of the series is called and made from."""
+"""Version and ingredients of a wheel of the series."""
 
 import argparse
 
@@ -17,8 +17,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Print what a wheel of the series is called and made from, as NAME=value lines: the pin, the
-    fingerprint of the series, the version. The image's labels say the same."""
+    """Print the pin, the fingerprint of the series and the version of its wheel, as NAME=value
+    lines. The labels of the image say the same."""
     pin, series = project.pin, read_series(project.series_file)
     base = choose_base(pin, arguments.variant)
     print(f"PIN={pin.git_tag}@{pin.commit}")

@@ -48,7 +48,7 @@ def name_wheel(text: str, tag: str) -> str:
 
 
 def name_version_module(text: str, version: str) -> str:
-    """``_version.py`` that says what the wheel's name says."""
+    """``_version.py`` with the version of the wheel's name."""
     parsed = Version(version)
     parts = (*parsed.release, *([parsed.local] if parsed.local else []))
     values = {"__version__ = version": version, "__version_tuple__ = version_tuple": parts}

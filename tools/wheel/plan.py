@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every member of the patched wheel must be: the base wheel with the series laid over it.
 
-Building writes the plan down and verifying compares with it. The bytes of the result depend on pin,
-series and release number alone.
+``build`` writes this plan, ``verify`` compares a wheel with it. The bytes of the result depend on
+pin, series and release number alone.
 """
 
 import base64
@@ -29,7 +29,7 @@ from tools.wheel.sbom import make_sbom
 PACKAGE = "vllm"
 VERSION_MODULE = f"{PACKAGE}/_version.py"
 
-# An overlay changes none of what these make: kernels, and the wheel's own metadata.
+# An overlay cannot change what is made of these: kernels, and the wheel's own metadata.
 BUILD_INPUTS = (
     *("CMakeLists.txt", "MANIFEST.in", "cmake/", "csrc/", "pyproject.toml", "setup.py"),
     *(f"requirements/{name}.txt" for name in ("common", "cpu", "cuda")),
@@ -152,7 +152,7 @@ def plan_wheel(
         elif name in fresh:
             package.append(_new(name, patched[tree[name].blob], "patched tree", info))
         elif name in tree and name.endswith(".py"):
-            # The base wheel's own edits of the release do not come along.
+            # Edits that the base wheel has beyond the release are left out.
             if _blob_id(wheel.read(info)) == tree[name].blob:
                 package.append(replace(_kept(wheel, info, name), why="patched tree"))
             else:
@@ -192,7 +192,7 @@ def _is_kernel(name: str) -> bool:
 
 
 def _blob_id(data: bytes) -> str:
-    """What git calls these bytes: spares reading thousands of equal files from it."""
+    """The id that git gives these bytes; saves reading thousands of equal files from it."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 

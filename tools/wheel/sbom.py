@@ -14,7 +14,7 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from tools.common.pin import BaseWheel, Pin
 from tools.series.series import Series, fingerprint
 
-# The zip format's first date: a wheel says when its ingredients are from, not when it was made.
+# The zip format's first date: the bytes must not depend on when the wheel is made.
 _DATE = datetime(1980, 1, 1, tzinfo=UTC)
 
 
