@@ -160,12 +160,22 @@ def scratch(clone: Scratch) -> Iterator[Scratch]:
     clone.type(".venv/bin/python -m tools series apply --discard")
 
 
-def test_editing_a_patch_changes_that_patch_alone(scratch: Scratch) -> None:
+def test_editing_a_patch_changes_what_that_patch_does_alone(scratch: Scratch) -> None:
     (commands,) = CONTRIBUTING["Editing a patch"]
     scratch.type(commands)
-    (line,) = changed = scratch.changed()
-    assert line.startswith(f" M patches/{LINE}/")
-    assert "\n+# Edited by a test.\n" in (scratch.root / line[3:]).read_text()
+    files = [line[3:] for line in scratch.changed()]
+    assert all(name.startswith(f"patches/{LINE}/") for name in files)
+    edited = [
+        name for name in files if "\n+# Edited by a test.\n" in (scratch.root / name).read_text()
+    ]
+    assert len(edited) == 1
+    # Later patches of the same file change in their blob ids and line numbers.
+    others = [name for name in files if name not in edited]
+    lines = (
+        scratch.type(f"git diff --unified=0 -- {' '.join(others)}").splitlines() if others else []
+    )
+    changed = [line for line in lines if re.match(r"[+-](?!\+\+ |-- )", line)]
+    assert [line for line in changed if not re.match(r"[+-](index |@@ )", line)] == []
 
 
 def test_adding_a_patch_adds_one_file_and_one_line(scratch: Scratch) -> None:
@@ -250,9 +260,7 @@ def test_sending_a_patch_makes_a_branch_and_pushes_nothing(scratch: Scratch) -> 
 def test_the_first_commands_of_the_readme_build_a_wheel_and_prove_it(scratch: Scratch) -> None:
     serve, prove = README["vllm-routed-experts"]
     scratch.type(serve.splitlines()[0])
-    assert list(
-        (scratch.root / "build" / LINE / "wheels-cuda").glob("vllm-*+re.*-*x86_64.whl")
-    )
+    assert list((scratch.root / "build" / LINE / "wheels-cuda").glob("vllm-*+re.*-*x86_64.whl"))
     # The whole suite, which this test is part of: that it can be run is what can be seen here.
     scratch.type(prove.replace("make test ", "make --dry-run test "))
 

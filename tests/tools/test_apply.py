@@ -90,7 +90,7 @@ def subjects(toy: Toy) -> list[str]:
     return git(toy.tree, "log", "--reverse", "--format=%s", "refs/re/base..HEAD").splitlines()
 
 
-def test_one_commit_a_patch_with_its_subject_whole(toy: Toy) -> None:
+def test_each_patch_is_one_commit_with_its_whole_subject(toy: Toy) -> None:
     assert subjects(toy) == ["[Core] Count rows", FOLDED, "[Misc] Drop the old module"]
 
 
@@ -100,15 +100,13 @@ def test_the_patched_files_are_there(toy: Toy) -> None:
     assert not (toy.tree / "vllm/old.py").exists()
 
 
-def test_two_directories_give_the_same_commits_whatever_the_users_set_up(
-    toy: Toy, empty: Toy, hostile: str
-) -> None:
+def test_the_users_configuration_changes_no_commit(toy: Toy, empty: Toy, hostile: str) -> None:
     add_series(empty)
     assert toy.head() == empty.head()
     assert toy.snapshot() == empty.snapshot()
 
 
-def test_the_build_trees_own_configuration_changes_no_byte(toy: Toy, hostile: str) -> None:
+def test_the_configuration_of_the_build_tree_changes_no_byte(toy: Toy, hostile: str) -> None:
     before = toy.snapshot()
     with (toy.tree / ".git/config").open("a") as config:
         config.write(hostile)
@@ -123,7 +121,7 @@ def test_author_and_dates_come_from_the_patch_alone(toy: Toy) -> None:
     assert facts == f"{who}|{who}|2024-01-01T12:00:00+02:00|2024-01-01T12:00:00+02:00"
 
 
-def test_applying_again_does_nothing_and_says_so(toy: Toy) -> None:
+def test_applying_again_does_nothing(toy: Toy) -> None:
     index = (toy.tree / ".git/index").stat().st_mtime_ns
     head = toy.head()
     assert "nothing to do" in toy.do("series", "apply")
@@ -300,7 +298,7 @@ def test_a_patch_that_makes_a_link_is_refused(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("verb", ["apply", "check", "list"])
-def test_a_damaged_patch_is_told_by_every_verb_that_reads_it(toy: Toy, verb: str) -> None:
+def test_every_verb_that_reads_a_damaged_patch_reports_it(toy: Toy, verb: str) -> None:
     toy.do("series", "apply", "--pristine")
     toy.edit_patch(NAMES[0], "@@ -7,7 +7,7 @@", "@@ -7,7 +7,9 @@")
     error = toy.refuse("series", verb)

@@ -16,7 +16,7 @@ def test_a_good_series_passes(toy: Toy) -> None:
     assert toy.do("series", "check") == "series: 3 patches, no problems\n"
 
 
-def test_a_problem_is_told_in_four_parts(toy: Toy) -> None:
+def test_a_problem_has_four_parts(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], "Upstream-Status: Pending", "Upstream-Status: Waiting")
     expected = "Upstream-Status: Pending [why it was not sent yet] (the reason may be left out)"
     command = (
@@ -60,7 +60,7 @@ def test_all_problems_come_at_once(toy: Toy) -> None:
         "Upstream-Status: Inappropriate",
     ],
 )
-def test_a_misspelt_status_is_malformed_not_missing(toy: Toy, line: str) -> None:
+def test_a_misspelt_status_is_reported_as_malformed(toy: Toy, line: str) -> None:
     toy.edit_patch(NAMES[0], "Upstream-Status: Pending", line)
     error = toy.refuse("series", "check")
     assert "Upstream-Status is malformed" in error
@@ -74,12 +74,12 @@ def test_every_status_of_the_vocabulary_is_taken_with_an_argument(toy: Toy, stat
     toy.do("series", "check")
 
 
-def test_a_missing_status_is_missing(toy: Toy) -> None:
+def test_a_missing_status_is_reported_as_missing(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], "Upstream-Status: Pending\n", "")
     assert "Upstream-Status is missing" in toy.refuse("series", "check")
 
 
-def test_two_statuses_are_one_too_many(toy: Toy) -> None:
+def test_a_second_status_is_refused(toy: Toy) -> None:
     line = "Upstream-Status: Pending\n"
     toy.edit_patch(NAMES[0], line, line + line)
     assert "stands more than once" in toy.refuse("series", "check")
@@ -102,7 +102,7 @@ def test_a_need_that_stands_earlier_is_taken(toy: Toy) -> None:
     toy.do("series", "check")
 
 
-def test_a_sign_off_of_somebody_else_does_not_do(toy: Toy) -> None:
+def test_a_sign_off_of_somebody_else_is_not_enough(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], f"Signed-off-by: {IDENTITY}", "Signed-off-by: Me <me@here>")
     error = toy.refuse("series", "check")
     assert "found:    Signed-off-by: Me <me@here>" in error
@@ -114,7 +114,7 @@ def test_a_message_of_headers_alone_has_no_body(toy: Toy) -> None:
     assert "the message has no body" in toy.refuse("series", "check")
 
 
-def test_trailing_blanks_are_told_by_line(toy: Toy) -> None:
+def test_trailing_blanks_are_reported_with_their_lines(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], "+SETTING_9 = 99\n", "+SETTING_9 = 99 \t\n")
     number = (toy.patches / NAMES[0]).read_text().splitlines().index("+SETTING_9 = 99 \t") + 1
     error = toy.refuse("series", "check")
@@ -122,7 +122,7 @@ def test_trailing_blanks_are_told_by_line(toy: Toy) -> None:
     assert f"{NAMES[0]}:{number} (vllm/envs.py:10)" in error
 
 
-def test_blanks_in_context_and_removed_lines_are_upstreams(toy: Toy) -> None:
+def test_trailing_blanks_in_context_and_removed_lines_are_allowed(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], " SETTING_8 = 8\n", " SETTING_8 = 8  \n")
     toy.edit_patch(NAMES[0], "-SETTING_9 = 9\n", "-SETTING_9 = 9  \n")
     toy.do("series", "check")
@@ -150,7 +150,7 @@ def test_a_binary_file_is_refused(toy: Toy) -> None:
     assert "a binary file is changed" in toy.refuse("series", "export")
 
 
-def test_a_damaged_diff_is_told(toy: Toy) -> None:
+def test_a_damaged_diff_is_refused(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], "@@ -7,7 +7,7 @@", "@@ -7,7 +7,9 @@")
     assert "the diff cannot be read" in toy.refuse("series", "check")
 
@@ -184,12 +184,12 @@ def test_a_patch_not_in_the_series_is_refused(toy: Toy) -> None:
     assert "stray.patch" in error
 
 
-def test_no_series_file_is_told(toy: Toy) -> None:
+def test_a_missing_series_file_is_reported(toy: Toy) -> None:
     (toy.patches / "series").unlink()
     assert "there is no series file" in toy.refuse("series", "check")
 
 
-def test_an_export_cut_off_by_force_tells_where_the_old_series_is(toy: Toy) -> None:
+def test_an_interrupted_export_tells_where_the_old_series_is(toy: Toy) -> None:
     aside = toy.patches.with_name(f".{toy.line}-old-x")
     toy.patches.rename(aside)
     assert f"mv {aside} {toy.patches}" in toy.refuse("series", "check")

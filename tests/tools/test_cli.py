@@ -85,7 +85,7 @@ def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -
     assert lines[2].startswith("    fatal: ")
 
 
-def test_a_missing_pin_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_pin_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--root", str(tmp_path), "source", "fetch"]) == 1
     assert "the pin is missing" in capsys.readouterr().err
 

@@ -81,7 +81,7 @@ def part_of(toy: Toy) -> Path:
     return toy.downloads / f".{toy.archive.name}.part"
 
 
-def test_a_download_that_is_cut_off_says_where_the_next_one_goes_on(
+def test_an_interrupted_download_says_where_the_next_one_continues(
     empty: Toy, index: Index
 ) -> None:
     index.cut = 100
@@ -92,7 +92,7 @@ def test_a_download_that_is_cut_off_says_where_the_next_one_goes_on(
     assert not empty.archive.exists()
 
 
-def test_a_download_goes_on_where_it_stopped(empty: Toy, index: Index) -> None:
+def test_a_download_continues_where_it_stopped(empty: Toy, index: Index) -> None:
     part_of(empty).write_bytes(index.data[:70])
     empty.do("source", "fetch")
     assert index.asked == ["bytes=70-"]
@@ -100,14 +100,14 @@ def test_a_download_goes_on_where_it_stopped(empty: Toy, index: Index) -> None:
     assert not part_of(empty).exists()
 
 
-def test_a_server_without_ranges_begins_again(empty: Toy, index: Index) -> None:
+def test_a_server_without_ranges_sends_the_whole_file_again(empty: Toy, index: Index) -> None:
     index.ranges = False
     part_of(empty).write_bytes(index.data[:70])
     empty.do("source", "fetch")
     assert empty.archive.read_bytes() == index.data
 
 
-def test_a_beginning_of_something_else_is_noticed_and_thrown_away(empty: Toy, index: Index) -> None:
+def test_the_beginning_of_another_file_is_discarded(empty: Toy, index: Index) -> None:
     part_of(empty).write_bytes(b"x" * 70)
     assert "not the pinned one" in empty.refuse("source", "fetch")
     assert not part_of(empty).exists()
@@ -115,7 +115,7 @@ def test_a_beginning_of_something_else_is_noticed_and_thrown_away(empty: Toy, in
     assert index.asked == ["bytes=70-", None]
 
 
-def test_a_part_as_long_as_the_file_is_begun_again(empty: Toy, index: Index) -> None:
+def test_a_part_as_long_as_the_file_is_downloaded_again(empty: Toy, index: Index) -> None:
     part_of(empty).write_bytes(b"x" * len(index.data))
     empty.do("source", "fetch")
     assert index.asked == [None]
@@ -153,7 +153,7 @@ def test_two_processes_download_a_file_once(empty: Toy, index: Index) -> None:
     assert not part_of(empty).exists()
 
 
-def test_a_wheelhouse_has_what_the_index_would_be_asked_for(
+def test_a_wheelhouse_is_used_instead_of_the_index(
     empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere/")
@@ -206,7 +206,7 @@ def test_offline_asks_no_index(empty: Toy, index: Index, words: tuple[str, ...])
     assert index.asked == []
 
 
-def test_a_wheelhouse_that_is_not_there_is_told(empty: Toy) -> None:
+def test_a_missing_wheelhouse_is_refused(empty: Toy) -> None:
     missing = str(empty.root / "missing")
     assert "no such wheelhouse" in empty.refuse("source", "fetch", "--wheelhouse", missing)
 

@@ -183,14 +183,14 @@ def test_a_patch_is_dropped_by_name(toy: Toy) -> None:
     assert sorted(toy.snapshot()) == sorted([*NAMES[:2], "series", "upstream.toml"])
 
 
-def test_a_stray_file_is_not_written_over(toy: Toy) -> None:
+def test_a_stray_file_is_not_overwritten(toy: Toy) -> None:
     (toy.patches / "one-more.patch").write_text("somebody's\n")
     toy.commit("[Core] One more", {"vllm/more.py": "MORE = 1\n"})
     assert "one-more.patch" in toy.refuse("series", "export")
     assert (toy.patches / "one-more.patch").read_text() == "somebody's\n"
 
 
-def test_a_message_that_am_would_cut_is_refused(toy: Toy) -> None:
+def test_a_message_that_git_am_would_cut_is_refused(toy: Toy) -> None:
     body = HEADERS + "\ndiff --git this is not\n"
     toy.commit("[Core] Cut", {"vllm/more.py": "MORE = 1\n"}, body=body)
     before = toy.snapshot()

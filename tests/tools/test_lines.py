@@ -72,9 +72,7 @@ def test_a_line_can_be_named_before_and_after_the_verb(newer: Toy) -> None:
     assert first.do(*identity) != before
 
 
-def test_files_made_by_git_format_patch_and_a_list_of_them_are_a_series(
-    newer: Toy, tmp_path: Path
-) -> None:
+def test_output_of_git_format_patch_with_a_list_is_a_series(newer: Toy, tmp_path: Path) -> None:
     # A person's own checkout of the release, with two commits.
     plain = tmp_path / "plain"
     shutil.copytree(newer.tree, plain)
@@ -105,7 +103,7 @@ def test_work_on_one_line_leaves_the_other_alone(toy: Toy, newer: Toy) -> None:
     assert not (toy.build / "wheels").exists()
 
 
-def test_the_first_lines_submodule_is_not_the_second_lines_source(newer: Toy) -> None:
+def test_the_submodule_of_the_first_line_is_not_the_source_of_the_second(newer: Toy) -> None:
     (newer.root / "vllm").mkdir()
     (newer.root / "vllm/stray").write_text("")
     assert f"the source archive vllm-{NEWER}.tar.gz" in newer.do("source", "fetch")
@@ -116,12 +114,12 @@ def test_a_commit_may_be_known_by_its_first_digits(newer: Toy) -> None:
     assert "commit 4ba787ec9" in newer.do("series", "status", "--offline")
 
 
-def test_an_unknown_line_is_refused_with_those_that_there_are(newer: Toy) -> None:
+def test_an_unknown_line_is_refused_with_the_known_ones(newer: Toy) -> None:
     error = Toy(newer.root, "v1").refuse("source", "fetch")
     assert f"{DEFAULT_LINE}, {LINE}" in error
 
 
-def test_an_error_says_which_line_the_commands_to_follow_are_of(newer: Toy) -> None:
+def test_an_error_names_the_line_for_the_next_commands(newer: Toy) -> None:
     shutil.rmtree(newer.tree)
     error = newer.refuse("series", "export")
     assert error.endswith(f"{LINE}: add --on {LINE} to commands\n")
@@ -206,7 +204,7 @@ def test_a_release_has_no_wheel_that_is_for_tests(prepared: Toy) -> None:
     assert made == {f"vllm-{NEWER}+re.3-{TAG}.whl"}
 
 
-def test_a_line_with_nothing_but_a_wheel_for_tests_is_not_released(prepared: Toy) -> None:
+def test_a_line_whose_only_wheel_is_for_tests_is_not_released(prepared: Toy) -> None:
     prepared.pin.write_text(prepared.pin.read_text().partition("[wheel.cuda]")[0])
     commit(prepared)
     error = prepared.refuse("release", "build", "--offline")

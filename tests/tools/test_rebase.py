@@ -127,7 +127,7 @@ def test_the_last_build_of_a_wheel_counts_and_another_glibc_will_do(toy: Toy, in
     assert pin(toy)["wheel"]["cuda"]["filename"] == f"vllm-{NEXT}-10-{tag}.whl"
 
 
-def test_there_and_back_again_is_where_it_began(toy: Toy, index: Index) -> None:
+def test_a_rebase_there_and_back_changes_nothing(toy: Toy, index: Index) -> None:
     before = (toy.snapshot(), (toy.pin).read_bytes(), toy.head())
     index.publish(NEXT, MOVED)
     rebase(toy, "--onto", f"v{NEXT}")
@@ -145,7 +145,7 @@ def test_the_range_diff_shows_what_became_of_each_patch(toy: Toy, index: Index) 
     assert "SETTING_9 = 99.5" in out
 
 
-def test_the_release_it_stands_on_is_nothing_to_do(toy: Toy, index: Index) -> None:
+def test_a_rebase_onto_the_pinned_release_does_nothing(toy: Toy, index: Index) -> None:
     before = everything(toy)
     assert "nothing to do" in rebase(toy, "--onto", VERSION)
     assert everything(toy) == before
@@ -160,7 +160,7 @@ def test_the_submodule_moves_with_the_pin(toy: Toy, index: Index) -> None:
     assert pin(toy)["release"]["commit"] == "d" * 40
 
 
-def test_an_unknown_commit_is_said_and_leaves_the_submodule(toy: Toy, index: Index) -> None:
+def test_an_unknown_commit_is_reported_and_leaves_the_submodule(toy: Toy, index: Index) -> None:
     git(toy.root, "init", "--quiet")
     git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
     index.publish(NEXT, MOVED, commit="e" * 40)
@@ -259,7 +259,7 @@ def test_a_file_that_the_release_deleted_is_a_conflict_of_its_kind(toy: Toy, ind
     assert not (toy.tree / "vllm/old.py").exists()
 
 
-def test_nothing_left_of_a_patch_is_said_and_can_be_skipped(toy: Toy, index: Index) -> None:
+def test_a_patch_of_which_nothing_is_left_can_be_skipped(toy: Toy, index: Index) -> None:
     clash(toy, index)
     (toy.tree / "vllm/envs.py").write_text(CLASHING["vllm/envs.py"])
     assert "nothing is left of a patch" in stop(toy, "--continue")
@@ -450,7 +450,7 @@ def own_commit(toy: Toy, index: Index) -> None:
         ("--onto {next}", own_commit, ["[Core] My evening's work"]),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_changes(
+def test_an_unusable_target_is_refused_and_nothing_changes(
     toy: Toy,
     index: Index,
     words: str,
@@ -467,7 +467,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(
     assert everything(toy) == before
 
 
-def test_an_index_that_does_not_answer_is_said(
+def test_an_index_that_does_not_answer_is_reported(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = everything(toy)
@@ -479,7 +479,7 @@ def test_an_index_that_does_not_answer_is_said(
     assert everything(toy) == before
 
 
-def test_a_withdrawn_release_is_taken_and_said(toy: Toy, index: Index) -> None:
+def test_a_withdrawn_release_is_taken_with_a_note(toy: Toy, index: Index) -> None:
     index.withdrawn.add(f"vllm-{NEXT}.tar.gz")
     index.publish(NEXT, MOVED)
     assert "is withdrawn on the package index" in rebase(toy, "--onto", NEXT)

@@ -172,7 +172,7 @@ def test_the_next_release_has_the_next_number_and_the_changed_patches_alone(rele
     )
 
 
-def test_what_was_written_by_hand_since_stays(released: Toy) -> None:
+def test_text_written_by_hand_stays(released: Toy) -> None:
     edit_second_patch(released)
     text = changelog(released)
     hand = "## re.4, unreleased\n\n### Fixed\n\n- By hand.\n\n"
@@ -222,7 +222,7 @@ def move_pin(toy: Toy, version: str) -> None:
     toy.do("series", "apply")
 
 
-def test_a_moved_pin_is_said_and_each_series_is_compared_on_its_own_base(released: Toy) -> None:
+def test_a_moved_pin_is_reported_and_each_series_is_compared_on_its_own_base(released: Toy) -> None:
     move_pin(released, "9.9.0")
     commit(released)
     assert len(released.do("release", "prepare", "--offline").splitlines()) == 2
@@ -299,7 +299,9 @@ def test_a_release_without_changes_is_refused(released: Toy) -> None:
 
 
 @pytest.mark.parametrize("number", ["1", "5"])
-def test_a_number_that_does_not_follow_is_refused(released: Toy, number: str) -> None:
+def test_a_release_number_that_does_not_follow_the_last_is_refused(
+    released: Toy, number: str
+) -> None:
     path = released.root / "pyproject.toml"
     path.write_text(path.read_text().replace('version = "3"', f'version = "{number}"'))
     edit_second_patch(released)
@@ -309,7 +311,7 @@ def test_a_number_that_does_not_follow_is_refused(released: Toy, number: str) ->
     assert f'"3" or "4"\n  found:    "{number}"' in error
 
 
-def test_a_missing_changelog_is_told(repo: Toy) -> None:
+def test_a_missing_changelog_is_refused(repo: Toy) -> None:
     (repo.root / "CHANGELOG.md").unlink()
     commit(repo)
     assert "there is no changelog" in refused(repo, "prepare")
@@ -365,7 +367,7 @@ def test_the_checksums_are_true_and_complete(made: Toy) -> None:
     ]
 
 
-def test_the_changes_are_the_changelogs_section(made: Toy) -> None:
+def test_the_changes_are_the_section_of_the_changelog(made: Toy) -> None:
     text = (release_of(made) / "CHANGES.md").read_text()
     assert text.startswith(
         f"## re.3, 2030-02-01\n\n### Added\n\n- Rows.\n\n### Patches of {DEFAULT_LINE}\n"
@@ -373,7 +375,7 @@ def test_the_changes_are_the_changelogs_section(made: Toy) -> None:
     assert text.endswith(ADDED[-1] + "\n")
 
 
-def test_the_wheels_are_proved_ones(made: Toy) -> None:
+def test_the_wheels_of_a_release_pass_verify(made: Toy) -> None:
     wheels = [str(release_of(made) / name) for name in WHEELS]
     assert made.do("wheel", "verify", *wheels).count("verified: ") == 3
 

@@ -38,7 +38,7 @@ def make_submodule(toy: Toy) -> str:
     return commit
 
 
-def test_a_file_of_the_index_is_downloaded_and_said(
+def test_a_file_of_the_index_is_downloaded_and_named(
     empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = empty.archive.read_bytes()

@@ -41,7 +41,7 @@ def test_an_applied_series_is_all_there_and_clean(toy: Toy) -> None:
         assert re.fullmatch(r"Pending +\d+ +\d+ +applied", said[name])
 
 
-def test_looking_changes_nothing(toy: Toy) -> None:
+def test_status_changes_nothing(toy: Toy) -> None:
     before = everything(toy)
     status(toy)
     assert everything(toy) == before
@@ -54,7 +54,9 @@ def test_the_newest_final_release_that_is_not_withdrawn_is_named(toy: Toy, index
     assert status(toy)["newest"] == "9.8.10, 2 releases after the pinned one"
 
 
-def test_without_an_answer_the_newest_is_unknown(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_answer_the_newest_release_is_unknown(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")
     said = status(toy)
     assert said["newest"].startswith("unknown: the package index")
@@ -66,14 +68,14 @@ def test_offline_does_not_ask(toy: Toy, index: Index) -> None:
     assert status(toy, "--offline")["newest"] == "unknown: not asked"
 
 
-def test_no_build_tree_is_said(toy: Toy) -> None:
+def test_a_missing_build_tree_is_reported(toy: Toy) -> None:
     shutil.rmtree(toy.tree)
     said = status(toy)
     assert said["applied"].startswith("no: there is no build tree")
     assert said[NAMES[0]].endswith("not applied")
 
 
-def test_a_build_tree_of_another_pin_is_said(toy: Toy) -> None:
+def test_a_build_tree_of_another_pin_is_reported(toy: Toy) -> None:
     path = toy.pin
     path.write_text(re.sub(r'sha256 = "\w+"', f'sha256 = "{"0" * 64}"', path.read_text(), count=1))
     assert "belongs to another pin" in status(toy)["applied"]
@@ -118,12 +120,12 @@ def test_a_damaged_patch_does_not_hide_the_others(toy: Toy) -> None:
     assert said[NAMES[1]].endswith("applied")
 
 
-def test_a_series_that_cannot_be_read_is_said(toy: Toy) -> None:
+def test_a_series_that_cannot_be_read_is_reported(toy: Toy) -> None:
     (toy.patches / NAMES[0]).unlink()
     assert status(toy)["series"].startswith("cannot be read: the list of patches")
 
 
-def test_a_rebase_that_waits_is_said(toy: Toy, index: Index) -> None:
+def test_a_rebase_that_waits_is_reported(toy: Toy, index: Index) -> None:
     envs = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'nine'\n")
     index.publish("9.8.8", {**TREE, "vllm/envs.py": envs})
     toy.refuse("series", "rebase", "--onto", "9.8.8")

@@ -222,7 +222,7 @@ def test_the_text_has_purpose_plan_results_statements_and_upstreams_checklist(
         assert foreign not in said
 
 
-def test_what_was_tested_stands_in_the_plan(toy: Toy, clone: Path) -> None:
+def test_how_a_patch_was_tested_stands_in_the_plan(toy: Toy, clone: Path) -> None:
     body = HEADERS.replace("\n\n", "\n\nTested: by hand, twice.\n\n", 1)
     add(toy, "[Core] More", {"vllm/more.py": "MORE = 1\n"}, body)
     submit(toy, clone, "more")
@@ -302,7 +302,7 @@ def test_without_a_clone_the_branches_stand_on_the_pin_in_the_build_tree(toy: To
     toy.do("series", "export", "--check")
 
 
-def test_again_is_the_same_branch(toy: Toy, clone: Path) -> None:
+def test_the_same_command_again_gives_the_same_branch(toy: Toy, clone: Path) -> None:
     submit(toy, clone, FIRST)
     head = git(clone, "rev-parse", stem(FIRST))
     assert f"branch {stem(FIRST)} (as it was)" in submit(toy, clone, FIRST)
@@ -377,7 +377,7 @@ def test_trouble_leaves_no_branch_and_no_text(
         (PROJECT_NAME, PROJECT_EMAIL),
     ],
 )
-def test_nobody_cannot_sign_off(
+def test_a_placeholder_identity_cannot_sign_off(
     toy: Toy, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, email: str
 ) -> None:
     for key in ("name", "email"):
@@ -400,7 +400,7 @@ def test_nobody_cannot_sign_off(
     ],
     ids=["patch", "after", "topic", "trailer", "out"],
 )
-def test_words_that_cannot_be_are_refused(
+def test_unusable_arguments_are_refused(
     toy: Toy, clone: Path, words: tuple[str, ...], said: str
 ) -> None:
     before = everything(toy)
@@ -419,7 +419,7 @@ def test_words_that_cannot_be_are_refused(
         (("--clone", "/nowhere", "--onto", "main"), "not a clone of vLLM"),
     ],
 )
-def test_a_base_that_is_not_there_is_refused(
+def test_a_missing_base_is_refused(
     toy: Toy, clone: Path, words: tuple[str, ...], said: str
 ) -> None:
     places = [word.format(clone=clone) for word in words]

@@ -53,7 +53,7 @@ def install(path: Path, site: Path) -> Path:
     return site
 
 
-def test_a_wheel_of_ours_passes(toy: Toy) -> None:
+def test_a_patched_wheel_passes(toy: Toy) -> None:
     path = build(toy)
     out = toy.do("wheel", "verify", str(path))
     # Patched: envs, data, rows; ours: platforms, _version, METADATA, WHEEL, SBOM, RECORD.
@@ -70,7 +70,7 @@ def test_without_any_wheel_the_next_command_is_named(toy: Toy) -> None:
     assert "wheel build" in toy.refuse("wheel", "verify")
 
 
-def test_a_wheel_packed_anew_with_the_same_files_passes(toy: Toy) -> None:
+def test_a_wheel_packed_again_with_the_same_files_passes(toy: Toy) -> None:
     path = build(toy)
     rewrite(path, lambda files: None)
     toy.do("wheel", "verify", str(path))
@@ -205,7 +205,7 @@ def test_a_wheel_with_another_tag_is_found(toy: Toy) -> None:
     assert "file name" in toy.refuse("wheel", "verify", str(path))
 
 
-def test_what_is_no_wheel_is_told(toy: Toy) -> None:
+def test_a_file_that_is_no_wheel_is_refused(toy: Toy) -> None:
     (toy.root / f"vllm-{CPU}-{TAG}.whl").write_text("no zip")
     for name in (f"vllm-{CPU}-{TAG}.whl", "README.md", f"vllm-{CPU}-py3-none-any.whl"):
         assert "this is not a wheel" in toy.refuse("wheel", "verify", str(toy.root / name))
@@ -264,7 +264,7 @@ def test_a_missing_and_an_extra_installed_file_are_found(toy: Toy) -> None:
     assert deviations(error) == {("missing", "vllm/envs.py"), ("extra", "vllm/other.py")}
 
 
-def test_an_installed_record_that_lies_is_found(toy: Toy) -> None:
+def test_a_wrong_installed_record_is_found(toy: Toy) -> None:
     site = install(build(toy), toy.root / "site")
     record = site / DIST_INFO / "RECORD"
     record.write_text(record.read_text().replace("vllm/envs.py,sha256=", "vllm/envs.py,sha256=x"))
@@ -272,7 +272,7 @@ def test_an_installed_record_that_lies_is_found(toy: Toy) -> None:
     assert deviations(error) == {("RECORD", "vllm/envs.py")}
 
 
-def test_nothing_installed_is_told(toy: Toy) -> None:
+def test_a_site_without_vllm_is_refused(toy: Toy) -> None:
     (toy.root / "site").mkdir()
     assert "vllm is not installed" in toy.refuse(
         "wheel", "verify", "--installed", str(toy.root / "site")

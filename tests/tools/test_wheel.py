@@ -60,7 +60,7 @@ def test_two_directories_give_the_same_bytes(toy: Toy, tmp_path: Path) -> None:
     assert build(toy).read_bytes() == build(other).read_bytes()
 
 
-def test_the_name_says_release_and_variant(toy: Toy) -> None:
+def test_the_file_name_has_release_and_variant(toy: Toy) -> None:
     path = build(toy)
     assert path.name == f"vllm-{CPU}-{TAG}.whl"
     name, version, _, tags = parse_wheel_filename(path.name)
@@ -113,7 +113,7 @@ def test_every_file_of_the_tree_is_the_trees(toy: Toy) -> None:
             assert data == path.read_bytes(), name
 
 
-def test_a_third_partys_edit_of_the_release_does_not_come_along(toy: Toy) -> None:
+def test_edits_of_the_release_by_the_base_wheel_are_left_out(toy: Toy) -> None:
     data = contents(build(toy))["vllm/platforms/__init__.py"]
     assert data == b"PLATFORM = 'chosen by version'\n"
 
@@ -192,7 +192,7 @@ def test_wheel_has_the_tag_of_the_file_name(toy: Toy) -> None:
     assert text.splitlines() == ["Wheel-Version: 1.0", f"Tag: {TAG}"]
 
 
-def test_the_version_module_says_the_wheels_version(toy: Toy) -> None:
+def test_the_version_module_has_the_version_of_the_wheel(toy: Toy) -> None:
     found: dict[str, object] = {}
     exec(contents(build(toy))["vllm/_version.py"], found)
     assert found["__version__"] == CPU
@@ -255,7 +255,7 @@ def test_an_unknown_variant_names_the_known_ones(toy: Toy) -> None:
     assert "cpu or cuda or cuda-aarch64" in toy.refuse("wheel", "build", "--variant", "rocm")
 
 
-def test_an_unusable_release_number_is_told(toy: Toy) -> None:
+def test_an_unusable_release_number_is_refused(toy: Toy) -> None:
     (toy.root / "pyproject.toml").write_text('[project]\nversion = "0.1"\n')
     error = toy.refuse("wheel", "build", "--variant", "cpu")
     assert "[project].version" in error
