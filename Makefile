@@ -156,7 +156,7 @@ check: lint apply ## Lint; check the series; check that exporting it changes not
 
 .PHONY: check-patches
 check-patches: $(INSTALLED) #> Every patch at its own place: imports, linters, types, the tests it touches
-	@exec $(PY) -m tools --on $(LINE) series check-patches --out $(RECORDS)/check-patches.md
+	@exec $(PY) -m tools --on $(LINE) upstream check-patches --out $(RECORDS)/check-patches.md
 
 .PHONY: lint
 lint: $(TOOLS_LOCKED) #> Run every linter on every committed file
@@ -204,7 +204,7 @@ rebase: $(TOOLS_LOCKED) #> Move the series to another vLLM: make rebase ONTO=<ve
 
 .PHONY: submit
 submit: $(TOOLS_LOCKED) #> Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
-	$(TOOLS) series submit $(ARGS)
+	$(TOOLS) upstream submit $(ARGS)
 
 .PHONY: list
 list: $(TOOLS_LOCKED) #> List the series

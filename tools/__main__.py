@@ -14,12 +14,10 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 ROOMS = {
     "source": ("fetch",),
-    "series": (
-        *("apply", "export", "check", "check-patches", "rebase", "submit", "status", "list"),
-    ),
+    "series": ("apply", "export", "check", "rebase", "status", "list"),
     "wheel": ("build", "identity", "verify"),
     "release": ("prepare", "build"),
-    "upstream": ("test",),
+    "upstream": ("test", "check-patches", "submit"),
 }
 
 

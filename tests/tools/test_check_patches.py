@@ -8,8 +8,8 @@ import pytest
 
 from tests.tools.toy import Toy, write_files
 from tools.common.git import Git
-from tools.series import check_patches
-from tools.series.check_patches import (
+from tools.upstream import check_patches, hubcache
+from tools.upstream.check_patches import (
     CHECKS,
     IMPORTS,
     LINTERS,
@@ -19,7 +19,6 @@ from tools.series.check_patches import (
     Finding,
     places,
 )
-from tools.upstream import hubcache
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
 # As vLLM's own: what lacks the header gets it, and the hook fails.
@@ -178,7 +177,7 @@ def test_the_verb_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
     table = series.root / "table.md"
     names = ["count.patch", "break.patch", "break-the-test.patch"]
     place = ("--installed", str(series.root / "site"), "--out", str(table))
-    result = series.run("series", "check-patches", *names, *place)
+    result = series.run("upstream", "check-patches", *names, *place)
     assert result.status == 1
     assert "break-the-test.patch, tests: 0 passed, 1 failed" in result.err
     lines = table.read_text().splitlines()

@@ -69,7 +69,7 @@ def copy(tmp_path: Path) -> Path:
         ("tools/wheel/plan.py", r"\A", ("pristine", "series")),
         ("tools/wheel/verify.py", r"\A", ()),
         ("tools/common/errors.py", r"\A", ()),
-        ("tools/series/submit.py", r"\A", ()),
+        ("tools/upstream/submit.py", r"\A", ()),
         ("tools/release/build.py", r"\A", ()),
     ],
 )

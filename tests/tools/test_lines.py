@@ -261,7 +261,7 @@ def test_a_branch_for_upstream_is_of_its_own_line(
     config = tmp_path / "gitconfig"
     config.write_text('[user]\n\tname = "Ada Person"\n\temail = "ada@people.org"\n')
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
-    out = newer.do("series", "submit")
+    out = newer.do("upstream", "submit")
     assert "branch write-more" in out
     assert (newer.build / "submit/write-more.md").is_file()
     assert git(newer.tree, "log", "-1", "--format=%an", "write-more") == "Ada Person"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-import tools.series.submit
+import tools.upstream.submit
 from tests.tools.toy import ENVS, HEADERS, NAMES, TREE, VERSION, Toy, git
 from tests.tools.upstream import commit, everything, make_clone
-from tools.series.check_patches import Finding, Place
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
+from tools.upstream.check_patches import Finding, Place
 
 FIRST, SECOND, THIRD = NAMES
 TEMPLATE = """\
@@ -61,11 +61,11 @@ def configure(path: Path, monkeypatch: pytest.MonkeyPatch, name: str, email: str
 
 
 def submit(toy: Toy, clone: Path, *arguments: str) -> str:
-    return toy.do("series", "submit", "--clone", str(clone), "--onto", "main", *arguments)
+    return toy.do("upstream", "submit", "--clone", str(clone), "--onto", "main", *arguments)
 
 
 def stop(toy: Toy, clone: Path, *arguments: str) -> str:
-    return toy.refuse("series", "submit", "--clone", str(clone), "--onto", "main", *arguments)
+    return toy.refuse("upstream", "submit", "--clone", str(clone), "--onto", "main", *arguments)
 
 
 def branches(repository: Path) -> list[str]:
@@ -243,13 +243,13 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
             seen.append(place)
             return Finding(name != "tests", f"said of {name}", "test_x: assert 1 == 2")
 
-    monkeypatch.setattr(tools.series.submit, "Checker", Fake)
+    monkeypatch.setattr(tools.upstream.submit, "Checker", Fake)
     return seen
 
 
 @pytest.mark.usefixtures("person")
 def test_results_are_those_of_the_checks_that_ran(toy: Toy, checks: list[Place]) -> None:
-    toy.do("series", "submit", THIRD, "--test")
+    toy.do("upstream", "submit", THIRD, "--test")
     said = text(toy, stem(THIRD))
     assert "| imports | said of imports |" in said
     assert "| tests | **failed**: said of tests |" in said
@@ -293,7 +293,7 @@ def test_nothing_is_pushed_and_the_clone_stays_where_it_is(
 
 @pytest.mark.usefixtures("person")
 def test_without_a_clone_the_branches_stand_on_the_pin_in_the_build_tree(toy: Toy) -> None:
-    out = toy.do("series", "submit", FIRST)
+    out = toy.do("upstream", "submit", FIRST)
     assert git(toy.tree, "rev-parse", f"{stem(FIRST)}^") == git(
         toy.tree, "rev-parse", "refs/re/base"
     )
@@ -341,7 +341,7 @@ def test_trouble_leaves_no_branch_and_no_text(
     toy: Toy, clone: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     before = (everything(toy), git(clone, "for-each-ref"))
-    real, calls = getattr(tools.series.submit, where), []
+    real, calls = getattr(tools.upstream.submit, where), []
 
     def broken(*arguments: Any) -> Any:
         calls.append(1)
@@ -349,7 +349,7 @@ def test_trouble_leaves_no_branch_and_no_text(
             raise OSError("no space left on device")
         return real(*arguments)
 
-    monkeypatch.setattr(tools.series.submit, where, broken)
+    monkeypatch.setattr(tools.upstream.submit, where, broken)
     with pytest.raises(OSError, match="no space"):
         submit(toy, clone)
     build = toy.build / "submit"
@@ -423,7 +423,7 @@ def test_a_missing_base_is_refused(
     toy: Toy, clone: Path, words: tuple[str, ...], said: str
 ) -> None:
     places = [word.format(clone=clone) for word in words]
-    assert said in toy.refuse("series", "submit", *places)
+    assert said in toy.refuse("upstream", "submit", *places)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project
 from tools.series.apply import apply_series
-from tools.series.clone import open_clone
 from tools.series.export import export_series
 from tools.series.replay import (
     COMMAND,
@@ -29,7 +28,7 @@ from tools.series.replay import (
     state_of,
 )
 from tools.series.series import read_series, replacing_line, write_series
-from tools.series.target import Target, find_target, render_pin
+from tools.series.target import Target, find_target, open_clone, render_pin
 from tools.series.tree import (
     APPLIED_REF,
     BASE_REF,

@@ -18,7 +18,6 @@ from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, PinnedFile, Project
-from tools.series.clone import open_clone, resolve
 from tools.source.download import fetch
 from tools.source.index import Index, IndexFile, like_wheel, releases
 
@@ -71,6 +70,32 @@ def find_target(project: Project, onto: str, clone: Path | None, commit: str | N
         if any(_is_source(file, Version(tag)) for file in files):
             return _release(project, Version(tag), found)
     return _packed(project, git, found, tag, distance)
+
+
+def open_clone(path: Path) -> Git:
+    """The repository at ``path``, which must be the top directory of a clone."""
+    if not (path / ".git").exists():
+        raise ToolError(
+            "this is not a clone of vLLM",
+            where=path,
+            expected="a directory with .git",
+            next_step="name the top directory of a clone: --clone <path>",
+        )
+    return Git(path)
+
+
+def resolve(git: Git, ref: str) -> str:
+    """The commit that a ref of the clone names; ``1.2.3`` may name the tag ``v1.2.3``."""
+    found = None if ref.startswith("-") else git.commit_id(ref) or git.commit_id(f"v{ref}")
+    if found is None:
+        raise ToolError(
+            "the clone has no such ref",
+            where=git.path,
+            expected="a tag, a branch or a commit",
+            found=ref,
+            next_step=f"fetch it: git -C {git.path} fetch --tags origin",
+        )
+    return found
 
 
 def _version(onto: str) -> Version:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tests, on the pristine and on the patched wheel."""
+"""What is for vLLM: its own tests on both wheels, checks of each patch, branches to send."""

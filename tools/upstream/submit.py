@@ -23,12 +23,13 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series
 from tools.series.check import check_needs
-from tools.series.check_patches import IMPORTS, LINTERS, TESTS, Checker, Finding, Place
-from tools.series.clone import Person, find_person, open_clone, resolve
 from tools.series.patch import Patch
-from tools.series.request import count_commits, render_request, split_body
 from tools.series.series import Series, read_series
+from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
+from tools.upstream.check_patches import IMPORTS, LINTERS, TESTS, Checker, Finding, Place
+from tools.upstream.person import Person, find_person
+from tools.upstream.request import count_commits, render_request, split_body
 from tools.wheel.verify import find_site
 
 EXAMPLE = "count-rows --clone ../vllm --onto origin/main"
@@ -121,7 +122,7 @@ def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
         wanted = [patch.name for patch in series if patch.status.startswith("Pending")]
     chosen = [patch for patch in series if patch.name in wanted]
     if not chosen:
-        step = "name one: series submit <patch>"
+        step = "name one: upstream submit <patch>"
         raise ToolError("no patch of the series is Pending", next_step=step)
     if kept := [p for p in chosen if not p.status.startswith(_SENDABLE)]:
         raise ToolError(

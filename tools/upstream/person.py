@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A person's clone of vLLM, refs in it, and the person who signs off a patch."""
+"""The person who signs off a patch."""
 
 import os
 import re
@@ -9,38 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.common.errors import ToolError
-from tools.common.git import Git
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
 
 # Names that RFC 2606 and 6761 set aside: nobody reads mail there.
 _RESERVED = re.compile(r"(.*\.)?(example(\.\w+)?|invalid|test|localhost|local)", re.IGNORECASE)
 _NOBODY = {"", "root", "user", "nobody", "unknown", "your name", "you", PROJECT_NAME.lower()}
-
-
-def open_clone(path: Path) -> Git:
-    """The repository at ``path``, which must be the top directory of a clone."""
-    if not (path / ".git").exists():
-        raise ToolError(
-            "this is not a clone of vLLM",
-            where=path,
-            expected="a directory with .git",
-            next_step="name the top directory of a clone: --clone <path>",
-        )
-    return Git(path)
-
-
-def resolve(git: Git, ref: str) -> str:
-    """The commit that a ref of the clone names; ``1.2.3`` may name the tag ``v1.2.3``."""
-    found = None if ref.startswith("-") else git.commit_id(ref) or git.commit_id(f"v{ref}")
-    if found is None:
-        raise ToolError(
-            "the clone has no such ref",
-            where=git.path,
-            expected="a tag, a branch or a commit",
-            found=ref,
-            next_step=f"fetch it: git -C {git.path} fetch --tags origin",
-        )
-    return found
 
 
 class Person(NamedTuple):

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from tools.common.git import Git
 from tools.common.markdown import table
-from tools.series.check_patches import Finding
 from tools.series.patch import OWN_HEADER, PROJECT_EMAIL, Patch
+from tools.upstream.check_patches import Finding
 from tools.upstream.testrun import is_test_file
 
 _TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
