@@ -129,15 +129,11 @@ def test_applying_again_does_nothing(toy: Toy) -> None:
     assert (toy.tree / ".git/index").stat().st_mtime_ns == index
 
 
-def test_pristine_is_the_base(toy: Toy) -> None:
+def test_pristine_is_the_base_and_back_is_the_same_commit(toy: Toy) -> None:
+    head = toy.head()
     toy.do("series", "apply", "--pristine")
     assert toy.head() == git(toy.tree, "rev-parse", "refs/re/base")
     assert "SETTING_9 = 9\n" in (toy.tree / "vllm/envs.py").read_text()
-
-
-def test_pristine_and_back_gives_the_same_commit(toy: Toy) -> None:
-    head = toy.head()
-    toy.do("series", "apply", "--pristine")
     toy.do("series", "apply")
     assert toy.head() == head
 
@@ -158,18 +154,13 @@ def test_before_an_unknown_patch_is_refused(toy: Toy) -> None:
     assert NAMES[0] in toy.refuse("series", "apply", "--before", "unknown.patch")
 
 
-def test_a_changed_file_is_refused_and_stays(toy: Toy) -> None:
-    toy.edit("vllm/envs.py", "SETTING_1 = 1\n", "SETTING_1 = 'mine'\n")
+@pytest.mark.parametrize("name", ["vllm/envs.py", "vllm/untracked.py"])
+def test_uncommitted_work_is_refused_and_stays(toy: Toy, name: str) -> None:
+    (toy.tree / name).write_text("mine\n")
     error = toy.refuse("series", "apply", "--pristine")
     assert "not committed" in error
-    assert "vllm/envs.py" in error
-    assert "mine" in (toy.tree / "vllm/envs.py").read_text()
-
-
-def test_an_untracked_file_is_refused_and_stays(toy: Toy) -> None:
-    (toy.tree / "vllm/mine.py").write_text("mine\n")
-    assert "vllm/mine.py" in toy.refuse("series", "apply", "--pristine")
-    assert (toy.tree / "vllm/mine.py").exists()
+    assert name in error
+    assert (toy.tree / name).read_text() == "mine\n"
 
 
 def test_commits_that_no_patch_holds_are_refused_and_listed(toy: Toy) -> None:
@@ -183,15 +174,22 @@ def test_commits_that_no_patch_holds_are_refused_and_listed(toy: Toy) -> None:
     assert toy.head() == head
 
 
-def test_commits_on_a_detached_head_are_refused(toy: Toy) -> None:
-    git(toy.tree, "checkout", "--quiet", "--detach")
-    toy.commit("[Core] Detached work", {"vllm/mine.py": "mine\n"})
-    assert "[Core] Detached work" in toy.refuse("series", "apply")
-
-
-def test_commits_on_the_branch_are_refused_while_head_is_elsewhere(toy: Toy) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([("checkout", "--quiet", "--detach")], []),
+        ([], [("checkout", "--quiet", "-b", "elsewhere", "refs/re/base")]),
+    ],
+    ids=["detached HEAD", "HEAD elsewhere"],
+)
+def test_commits_on_head_and_on_the_branch_are_refused(
+    toy: Toy, before: list[tuple[str, ...]], after: list[tuple[str, ...]]
+) -> None:
+    for words in before:
+        git(toy.tree, *words)
     toy.commit("[Core] My evening's work", {"vllm/mine.py": "mine\n"})
-    git(toy.tree, "checkout", "--quiet", "-b", "elsewhere", "refs/re/base")
+    for words in after:
+        git(toy.tree, *words)
     assert "[Core] My evening's work" in toy.refuse("series", "apply")
 
 
@@ -281,20 +279,21 @@ def test_a_directory_that_is_not_ours_is_refused(toy: Toy) -> None:
     assert "not made by series apply" in toy.refuse("series", "apply", "--tree", str(other))
 
 
-@pytest.mark.parametrize("path", ["../escaped.py", "vllm/../../escaped.py", "/escaped.py"])
-def test_a_patch_whose_path_leaves_the_tree_is_refused(toy: Toy, path: str) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("vllm/rows/__init__.py", "../escaped.py", "a path leaves the tree"),
+        ("vllm/rows/__init__.py", "vllm/../../escaped.py", "a path leaves the tree"),
+        ("vllm/rows/__init__.py", "/escaped.py", "a path leaves the tree"),
+        ("new file mode 100644", "new file mode 120000", "a link is changed"),
+    ],
+)
+def test_a_dangerous_patch_is_refused(toy: Toy, old: str, new: str, what: str) -> None:
     toy.do("series", "apply", "--pristine")
-    name = NAMES[1]
-    text = (toy.patches / name).read_text()
-    (toy.patches / name).write_text(text.replace("vllm/rows/__init__.py", path))
-    assert "a path leaves the tree" in toy.refuse("series", "apply")
+    path = toy.patches / NAMES[1]
+    path.write_text(path.read_text().replace(old, new))
+    assert what in toy.refuse("series", "apply")
     assert not list(toy.root.parent.rglob("escaped.py"))
-
-
-def test_a_patch_that_makes_a_link_is_refused(toy: Toy) -> None:
-    toy.do("series", "apply", "--pristine")
-    toy.edit_patch(NAMES[1], "new file mode 100644", "new file mode 120000")
-    assert "a link is changed" in toy.refuse("series", "apply")
 
 
 @pytest.mark.parametrize("verb", ["apply", "check", "list"])

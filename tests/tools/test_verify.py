@@ -12,6 +12,7 @@ import pytest
 
 from tests.tools.test_wheel import CPU, DIST_INFO, build, contents
 from tests.tools.toy import NAMES, TAG, VERSION, Toy, record_line
+from tools.wheel.verify import find_site
 
 Files = dict[str, bytes]
 
@@ -126,24 +127,21 @@ def test_a_wrong_record_is_found(toy: Toy) -> None:
     assert deviations(error) == {("changed", record)}
 
 
-def test_a_missing_file_is_found(toy: Toy) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("missing", "vllm/rows/__init__.py"),
+        ("extra", "vllm/extra.py"),
+        ("extra", "other/extra.py"),
+        ("extra", f"{DIST_INFO}/extra"),
+        ("extra", "vllm/old.py"),  # which the series deletes
+    ],
+)
+def test_a_missing_or_an_extra_file_is_found(toy: Toy, kind: str, name: str) -> None:
     path = build(toy)
-    rewrite(path, lambda files: files.pop("vllm/rows/__init__.py"))
-    error = toy.refuse("wheel", "verify", str(path))
-    assert ("missing", "vllm/rows/__init__.py") in deviations(error)
-
-
-@pytest.mark.parametrize("name", ["vllm/extra.py", "other/extra.py", f"{DIST_INFO}/extra"])
-def test_an_extra_file_is_found(toy: Toy, name: str) -> None:
-    path = build(toy)
-    rewrite(path, lambda files: files.update({name: b"extra\n"}))
-    assert ("extra", name) in deviations(toy.refuse("wheel", "verify", str(path)))
-
-
-def test_a_file_that_the_series_deleted_is_extra(toy: Toy) -> None:
-    path = build(toy)
-    rewrite(path, lambda files: files.update({"vllm/old.py": b"OLD = True\n"}))
-    assert ("extra", "vllm/old.py") in deviations(toy.refuse("wheel", "verify", str(path)))
+    edit = dict.pop if kind == "missing" else dict.__setitem__
+    rewrite(path, lambda files: edit(files, name, b"extra\n"))
+    assert (kind, name) in deviations(toy.refuse("wheel", "verify", str(path)))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -239,8 +237,6 @@ def test_an_installed_wheel_is_found_by_its_python(
 
 
 def test_a_virtual_environment_names_its_site(tmp_path: Path) -> None:
-    from tools.wheel.verify import find_site
-
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text(f"#!/bin/sh\necho {tmp_path}/site\n")

@@ -3,7 +3,6 @@
 
 import argparse
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from tools.common.cli import add_flag, add_path, tell
@@ -19,7 +18,6 @@ from tools.series.replay import (
     State,
     Trial,
     attempt,
-    forget_pick,
     old_commits,
     place,
     read_state,
@@ -32,15 +30,16 @@ from tools.series.target import Target, find_target, open_clone, render_pin
 from tools.series.tree import (
     APPLIED_REF,
     BASE_REF,
-    BRANCH,
-    EXPORTED_REF,
     OLD_APPLIED,
     OLD_BASE,
     Record,
+    change_base,
     commit_base,
+    discard,
+    forget_old_base,
     read_record,
+    restore_base,
     unpack_source,
-    write_record,
 )
 from tools.source.download import fetch
 
@@ -189,7 +188,7 @@ def _go_on(project: Project, state: State) -> None:
     git, new = Git(project.tree), _result(project, place(project))
     if project.pin != new.pin:
         if git.commit_id(OLD_BASE) is None:
-            _enter(git, state.base)
+            change_base(git, state.base)
         replay(project, state)
         tell("writing the patches, and proving that they give back the commits")
         _prove(project, new, state)
@@ -204,25 +203,8 @@ def _go_on(project: Project, state: State) -> None:
     for name, why in state.left_out.items():
         print(f"left out: {name} ({why})")
     print("next: make lock && make install && make test; then commit what changed")
-    _move(git, dict.fromkeys(_KEPT.values(), ""))
+    forget_old_base(git)
     shutil.rmtree(place(project))
-
-
-# Where refs of the build tree are kept while a rebase is under way.
-_KEPT = {BASE_REF: OLD_BASE, APPLIED_REF: OLD_APPLIED, EXPORTED_REF: "refs/re/rebase/exported"}
-
-
-def _move(git: Git, refs: Mapping[str, str | None]) -> None:
-    """Set refs to commits, or remove them, all in one act."""
-    lines = (f"update {ref} {to}\n" if to else f"delete {ref}\n" for ref, to in refs.items())
-    git.run("update-ref", "--stdin", stdin="".join(lines).encode())
-
-
-def _enter(git: Git, base: str) -> None:
-    """Stand on the new base; keep the refs of the old one."""
-    kept = {old: git.commit_id(ref) for ref, old in _KEPT.items()}
-    _move(git, {**kept, BASE_REF: base, f"refs/heads/{BRANCH}": base})
-    forget_pick(git)
 
 
 def _leave_out(project: Project, state: State, verb: str) -> None:
@@ -240,7 +222,7 @@ def _leave_out(project: Project, state: State, verb: str) -> None:
             found=where,
             next_step=f"{COMMAND} " + ("--skip leaves it out" if state.stop else "--continue"),
         )
-    forget_pick(git)
+    discard(git)
     state.leave_out()
     state.save(place(project))
 
@@ -255,11 +237,7 @@ def abort(project: Project, state: State) -> None:
             next_step=f"{COMMAND} --continue, then git restore what you want back",
         )
     if git.commit_id(OLD_BASE):
-        forget_pick(git)
-        git.run("checkout", "--quiet", "-B", BRANCH, OLD_APPLIED)
-        refs = {ref: git.commit_id(kept) for ref, kept in _KEPT.items()}
-        _move(git, {**refs, **dict.fromkeys(_KEPT.values(), "")})
-        write_record(git, Record(*state.record) if state.record else None)
+        restore_base(git, Record(*state.record) if state.record else None)
     shutil.rmtree(place(project))
 
 

@@ -20,7 +20,7 @@ from tools.common.markdown import table
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 from tools.series.target import Target
-from tools.series.tree import BASE_REF, OLD_APPLIED, OLD_BASE
+from tools.series.tree import BASE_REF, OLD_APPLIED, OLD_BASE, discard
 
 CONFLICT, CONTAINED, EMPTY = "conflict", "contained", "empty"
 COMMAND = "python -m tools series rebase"
@@ -139,13 +139,6 @@ def pick(git: Git, commits: str, *options: str) -> str | None:
     raise ToolError("git could not replay a patch", where=git.path, details=said)
 
 
-def forget_pick(git: Git) -> None:
-    """Leave nothing of an unfinished pick."""
-    git.run("cherry-pick", "--quit")
-    git.run("reset", "--quiet", "--hard")
-    git.run("clean", "--quiet", "--force", "-d")
-
-
 def replay(project: Project, state: State) -> None:
     """Replay the patches that are left, or stop and say what to do."""
     stage, git = place(project), Git(project.tree)
@@ -160,7 +153,7 @@ def replay(project: Project, state: State) -> None:
     state.save(stage)
     commits = old_commits(git)
     while state.done < len(commits):
-        forget_pick(git)
+        discard(git)
         before = commits[state.done - 1] if state.done else OLD_BASE
         stop = pick(git, f"{before}..{OLD_APPLIED}")
         stopped_at = git.commit_id("CHERRY_PICK_HEAD") if stop else None
@@ -257,7 +250,7 @@ def attempt(git: Git, name: str, commit: str) -> Trial:
     if stop is None:
         return Trial(name, "clean")
     found = clashes(git)
-    forget_pick(git)
+    discard(git)
     if stop == CONFLICT and (again := pick(git, commit, "-X", "theirs")):
         for path in (clash.path for clash in clashes(git)):
             if path in git.files(commit, path):
@@ -266,7 +259,7 @@ def attempt(git: Git, name: str, commit: str) -> Trial:
                 git.run("rm", "--quiet", "--force", "--", path)
         if again == CONFLICT and git.differs("--cached", "HEAD"):
             git.run("commit", "--quiet", "-C", commit)
-        forget_pick(git)
+        discard(git)
     return Trial(name, stop, found)
 
 

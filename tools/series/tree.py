@@ -6,7 +6,7 @@ Refs and a record beside them tell which commits the patches reproduce.
 
 import shutil
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +20,9 @@ from tools.source.fetch import submodule
 
 BRANCH = "routed-experts"
 BASE_REF, APPLIED_REF, EXPORTED_REF = "refs/re/base", "refs/re/applied", "refs/re/exported"
-# Where the first two were before a rebase that is under way.
+# Where they were before a rebase that is under way.
 OLD_BASE, OLD_APPLIED = "refs/re/rebase/base", "refs/re/rebase/applied"
+_OLD = {BASE_REF: OLD_BASE, APPLIED_REF: OLD_APPLIED, EXPORTED_REF: "refs/re/rebase/exported"}
 UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
 
 
@@ -192,6 +193,39 @@ def refuse_unaccounted(git: Git) -> None:
                 *("known commits:", *(f"  {ref}  {git.oneline(ref)}" for ref in refs)),
             ],
         )
+
+
+def discard(git: Git) -> None:
+    """Leave nothing uncommitted, and nothing of an unfinished cherry-pick."""
+    git.run("cherry-pick", "--quit")
+    git.run("reset", "--quiet", "--hard")
+    git.run("clean", "--quiet", "--force", "-d")
+
+
+def change_base(git: Git, base: str) -> None:
+    """Stand on another base commit, without patches; keep the refs of the old one."""
+    old = {kept: git.commit_id(ref) for ref, kept in _OLD.items()}
+    _set_refs(git, {**old, BASE_REF: base, f"refs/heads/{BRANCH}": base})
+    discard(git)
+
+
+def restore_base(git: Git, record: Record | None) -> None:
+    """Undo ``change_base``."""
+    discard(git)
+    git.run("checkout", "--quiet", "-B", BRANCH, OLD_APPLIED)
+    _set_refs(git, {ref: git.commit_id(kept) for ref, kept in _OLD.items()})
+    forget_old_base(git)
+    write_record(git, record)
+
+
+def forget_old_base(git: Git) -> None:
+    _set_refs(git, dict.fromkeys(_OLD.values()))
+
+
+def _set_refs(git: Git, refs: Mapping[str, str | None]) -> None:
+    """Set refs to commits, or remove them, all in one act."""
+    lines = (f"update {ref} {to}\n" if to else f"delete {ref}\n" for ref, to in refs.items())
+    git.run("update-ref", "--stdin", stdin="".join(lines).encode())
 
 
 def unpack(archive: Path, into: Path) -> Path:
