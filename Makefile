@@ -2,7 +2,7 @@
 #
 # A finished step leaves a stamp whose name holds a digest of what went into it, so a step runs again
 # when its input changed, and only then: a touched file or a switched branch costs nothing, a removed
-# patch is noticed. The verbs of tools/ are safe to repeat; the stamps spare the time.
+# patch is noticed. The verbs of tools/ are safe to repeat; the stamps save the time.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,8 +12,8 @@ MAKEFLAGS += --no-builtin-rules
 # Every step waits for the one before it, and two of them would write over each other's output.
 .NOTPARALLEL:
 
-# The environment comes from the lock alone; nothing calls home. What Python has compiled it keeps:
-# else every process of vLLM compiles a thousand files again.
+# The environment comes from the lock alone; nothing calls home. Python keeps what it compiled:
+# otherwise every process of vLLM compiles a thousand files again.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export DO_NOT_TRACK := 1
 export PRE_COMMIT_HOME := build/pre-commit
@@ -33,7 +33,7 @@ PY := $(VENV)/bin/python
 UV := .venv/bin/uv
 TOOLS := .venv/bin/python -m tools --on $(LINE)
 
-# Free disk space, in GB, that a first run wants: .venv 6, the installer's cache of the same files 6
+# Free disk space, in GB, that a first run needs: .venv 6, the installer's cache of the same files 6
 # (shared by hard links where both lie on one file system), source trees and wheels 1.
 NEED_GB ?= 12
 
@@ -60,8 +60,8 @@ LOCK_FILE := requirements/$(or $(OTHER),environment).txt
 LOCK_ID := $(call lock_id,$(LOCK_FILE))
 TOOLS_LOCKED := .venv/.locked-$(call lock_id,requirements/environment.txt)
 LOCKED := $(VENV)/.locked-$(LOCK_ID)
-# What goes into a wheel, and the code that puts it there (tests/tools/test_digest.py): nothing else
-# makes a wheel be built again. That the build tree is the pinned release and the series, is checked.
+# What goes into a wheel, and the code that puts it there (tests/tools/test_digest.py): a change of
+# anything else builds no wheel again. The tools check that the build tree is release plus series.
 WRITERS := tools/series/series.py $(addprefix tools/wheel/,build.py metadata.py plan.py sbom.py)
 INPUTS := $(WRITERS) patches/$(LINE)/upstream.toml
 more = grep '^version = ' pyproject.toml; grep '^cyclonedx-python-lib==' requirements/environment.txt
@@ -114,7 +114,7 @@ disaggregated: $(INSTALLED) #> Prefill and decode in two engines: compare every 
 ##@ Test
 
 .PHONY: test
-test: lint $(INSTALLED) ## Lint, then run the whole test suite, less what is marked slow
+test: lint $(INSTALLED) ## Lint, then run the whole test suite, except what is marked slow
 	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 .PHONY: test-long
@@ -126,7 +126,7 @@ soak: $(INSTALLED) #> Ten thousand requests with random aborts: nothing may be l
 	@exec $(PY) -m pytest -m slow tests/behaviour/test_soak.py
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: no harm may come of them
+fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: it must survive them
 	@exec $(PY) -m pytest -m slow tests/behaviour/test_fuzz.py
 
 .PHONY: stress-eplb
@@ -163,7 +163,7 @@ lint: $(TOOLS_LOCKED) #> Run every linter on every committed file
 	@exec .venv/bin/python -m pre_commit run --all-files
 
 .PHONY: format
-format: $(TOOLS_LOCKED) #> Format the Python files and mend what the linter can mend
+format: $(TOOLS_LOCKED) #> Format the Python files and fix what the linter can fix
 	@.venv/bin/python -m ruff check --fix-only --quiet .
 	@exec .venv/bin/python -m ruff format .
 
@@ -186,7 +186,7 @@ source: $(TOOLS_LOCKED) #> Get the pinned vLLM source
 	$(TOOLS) source fetch $(FROM)
 
 .PHONY: apply
-apply: source ## Apply the series: build/<line>/vllm, one commit a patch
+apply: source ## Apply the series: build/<line>/vllm, one commit per patch
 	$(TOOLS) series apply $(FROM)
 
 .PHONY: export
@@ -265,7 +265,7 @@ image: $(TOOLS_LOCKED) #> Build the image for GPU clusters: make image BASE_IMAG
 ##@ Keep house
 
 .PHONY: lock
-lock: apply #> Write requirements/*.txt anew (ARGS=--upgrade for newer versions)
+lock: apply #> Write requirements/*.txt again (ARGS=--upgrade for newer versions)
 ifdef OTHER
 	$(LOCK_LINE) $(ARGS) --output-file $(LOCK_FILE) requirements/$(LINE).in
 else
@@ -279,20 +279,20 @@ else
 	diff <(grep '==' requirements/cuda.txt) <(grep '==' build/aarch64.txt)
 endif
 
-# Names no index: where packages come from is the machine's business, what they are is the lock's.
+# Names no index: each machine has its own. The lock says which packages.
 LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock$(if $(OTHER), ON=$(OTHER))" $(UV) pip compile --quiet --generate-hashes --no-emit-index-url \
 	--only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_28
 # Of another line: what requirements/<line>-overrides.in names may be older than vLLM asks for.
 LOCK_LINE = $(subst manylinux_2_28,manylinux_2_35,$(LOCK)) \
 	$(addprefix --override ,$(wildcard requirements/$(LINE)-overrides.in))
 LOCK_IMAGE = $(subst 3.11,3.12,$(subst manylinux_2_28,manylinux_2_35,$(LOCK)))
-# The installer keeps the versions that the output file has, where it can: those of the environment
-# that the tests run in, and behind them its own of the last time.
+# The installer keeps the versions that the output file has, where it can: first those of the
+# environment that the tests run in, then those of its own last lock.
 prefer = sed -n 's/^\([a-z0-9][^ ]*\)==\([^ ]*\).*/\1==\2/p' requirements/environment.txt $(1) 2>/dev/null \
 	| awk -F == '!seen[$$1]++' >$(1).new || true; mv $(1).new $(1)
 
 .PHONY: clean
-clean: ## Remove everything made, less environments and downloads
+clean: ## Remove everything made, except environments and downloads
 	@if [ -d build ]; then find build -mindepth 1 -maxdepth 1 -not -name downloads -exec rm -rf {} +; fi
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
@@ -313,7 +313,7 @@ define make_venv
 	@if ! grep -qsF "$(CURDIR)/$(1)" $(1)/pyvenv.cfg || ! $(1)/bin/python -c '' 2>/dev/null; then \
 		rm -rf $(1); \
 		free=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); [ "$$free" -ge $(NEED_GB) ] || \
-			{ echo "error: a first run wants $(NEED_GB) GB of free disk space; found $$free GB. To try all the same: make NEED_GB=$$free venv" >&2; exit 1; }; \
+			{ echo "error: a first run needs $(NEED_GB) GB of free disk space; found $$free GB. To try all the same: make NEED_GB=$$free venv" >&2; exit 1; }; \
 		echo "Making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv $(1); \
 	fi
 	@[ $(1) != .venv ] || $(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \

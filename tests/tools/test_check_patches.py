@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every patch at its own place: what its successors mend does not count, what it breaks does."""
+"""Every patch at its own place: later patches do not count."""
 
 import zipfile
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_a_breach_is_named(series: Toy, check: str, said: str, name: str, text: 
     assert found[check].details
 
 
-def test_a_later_patch_does_not_mend_an_earlier_one(series: Toy) -> None:
+def test_a_later_patch_does_not_repair_an_earlier_one(series: Toy) -> None:
     series.commit("[Core] Import early", {**GOOD, "vllm/early.py": f"{HEADER}import vllm.late\n"})
     series.commit("[Core] Add late", {"vllm/late.py": HEADER})
     early, late = checked(series, IMPORTS)
@@ -110,7 +110,7 @@ def test_a_later_patch_does_not_mend_an_earlier_one(series: Toy) -> None:
 @pytest.mark.parametrize(
     "again", ["", 'as error:\n    raise ImportError("pip install it") from error']
 )
-def test_a_module_may_want_what_is_not_installed(series: Toy, again: str) -> None:
+def test_a_module_may_need_what_is_not_installed(series: Toy, again: str) -> None:
     text = f"{HEADER}import not_installed\n"
     if again:
         text = f"{HEADER}try:\n    import not_installed\nexcept ImportError {again}\n"
@@ -149,7 +149,7 @@ def test_the_lowest_python_is_the_one_that_vllm_checks(series: Toy, lowest: str,
     assert found[TYPES].said == said
 
 
-def test_a_hook_that_mends_a_file_leaves_no_trace(series: Toy) -> None:
+def test_a_hook_that_fixes_a_file_leaves_no_trace(series: Toy) -> None:
     series.commit("[Core] Break", {"vllm/rows.py": "ROWS = 1\n"})
     checked(series, LINTERS)
     tree = series.build / "check-patches" / "vllm"

@@ -50,11 +50,11 @@ for name in sys.argv[1:]:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        # Some modules say in other words what they want.
+        # Some modules raise an error of their own from the one that names the package.
         missing = getattr(error.__cause__ or error, "name", None) or "vllm"
         if missing.partition(".")[0] == "vllm":
             raise
-        print(f"{name} wants {missing}, which is not installed")
+        print(f"{name} needs {missing}, which is not installed")
         continue
     file = pathlib.Path(module.__file__).resolve()
     if not file.is_relative_to(pathlib.Path.cwd()):
@@ -258,7 +258,7 @@ class Checker:
             status, said = self._run(*command)
             if status:
                 failed[name] = _tail(said)
-        if failed:  # some hooks mend what they find
+        if failed:  # some hooks fix what they find
             Git(self.tree).run("checkout", "--quiet", "--force", "--detach", place.commit)
         details = "\n".join(f"{name}:\n{said}" for name, said in failed.items())
         count = f"{len(python) + len(markdown)} files"
