@@ -46,7 +46,7 @@ def test_one_commit_per_patch(series: Series, tree: Path) -> None:
 
 def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:
     exported = export_series(replace(project, tree_at=tree), check=True)
-    assert exported.stale == ()
+    assert exported.stale == []
     assert [patch.data for patch in exported.series] == [patch.data for patch in series]
 
 

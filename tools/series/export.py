@@ -3,8 +3,8 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.common.cli import add_flag, add_many, add_series, add_tree
 from tools.common.errors import Problems, ToolError
@@ -72,19 +72,13 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     print(f"series: {len(done.series)} patches, {len(done.stale)} files changed")
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The result of an export, as names of patch files."""
+class Exported(NamedTuple):
+    """The result of an export, as names of files."""
 
     series: Series
-    written: tuple[str, ...]
-    removed: tuple[str, ...]
-    reordered: bool
-
-    @property
-    def stale(self) -> tuple[str, ...]:
-        """Files that differ from what the commits say."""
-        return (*self.written, *self.removed, *(["series"] if self.reordered else []))
+    written: list[str]
+    removed: list[str]
+    stale: list[str]  # what differs from the commits: these, and the list if the order changed
 
 
 def format_patch(git: Git, commit: str) -> bytes:
@@ -137,21 +131,21 @@ def export_series(project: Project, *, check: bool = False, drop: Sequence[str] 
     if problems := [problem for patch in new for problem in check_patch(patch)]:
         raise Problems("commits that break the rules of the series", problems)
     before = {patch.name: patch.data for patch in old}
-    written = tuple(patch.name for patch in new if before.get(patch.name) != patch.data)
-    removed = tuple(name for name in before if name not in names)
+    written = [patch.name for patch in new if before.get(patch.name) != patch.data]
+    removed = [name for name in before if name not in names]
+    stale = [*written, *removed, *(["series"] if names != list(before) else [])]
     if not check:
         _refuse_silent_loss(removed, drop)
         _refuse_strays(series_file, new, before)
-    exported = Exported(new, written, removed, reordered=names != [patch.name for patch in old])
     proof = Record(fingerprint(new, project.pin), git.tree_id("HEAD"))
     if read_record(git) != proof:
         _prove_round_trip(git, new, commits)
     if not check:
-        if exported.stale:
+        if stale:
             write_series(series_file, new, removed)
         git.run("update-ref", EXPORTED_REF, "HEAD")
         write_record(git, proof)
-    return exported
+    return Exported(new, written, removed, stale)
 
 
 def export_page(project: Project, check: bool) -> list[str]:

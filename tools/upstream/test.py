@@ -10,7 +10,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -62,18 +62,11 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     listing = project.patches / "upstream-tests"
     listed = parse_series(listing.read_text(encoding="utf-8")) if listing.exists() else []
     files = arguments.files or sorted({*listed, *filter(is_test_file, touched)})
-    start = time.monotonic()
-
-    def told(side: str, file: str, results: Results) -> None:
-        counts = Counter("failed" if o.bad else o.status for o in results.values())
-        said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        tell(f"{time.monotonic() - start:5.0f} s  {side:8}  {file}: {said}")
-
     sides = (
         Side("pristine", open_tree(pristine), place / "site"),
         Side("patched", git, arguments.installed),
     )
-    before, after = (run_side(side, files, build, told) for side in sides)
+    before, after = (run_side(side, files, build) for side in sides)
     comparisons = compare(before, after, touched)
     if arguments.out:
         count, patches = len({c.file for c in comparisons}), len(read_series(project.series_file))
@@ -135,13 +128,8 @@ class Comparison(NamedTuple):
     verdict: str
 
 
-def run_side(
-    side: Side, files: Iterable[str], build: Path, told: Callable[[str, str, Results], None]
-) -> dict[str, Results]:
-    """Run the files that exist on this side, less those that an earlier run finished.
-
-    ``told`` is called with side, file and results when a file ends.
-    """
+def run_side(side: Side, files: Iterable[str], build: Path) -> dict[str, Results]:
+    """Run the files that exist on this side, less those that an earlier run finished."""
     there = side.git.files("HEAD", "tests")
     tree = build / side.name
     shutil.rmtree(tree, ignore_errors=True)
@@ -151,11 +139,13 @@ def run_side(
         tar.extractall(tree, filter="data")
     more = {"PYTHONPATH": str(side.site.resolve())} if side.site else {}
     environment = test_environment(build, **more)
-    found = {}
+    found, start = {}, time.monotonic()
     for file in (file for file in files if file in there):
         results = build / "results" / side.key() / Path(file).with_suffix(".xml")
         found[file] = run_file(file, tree, environment, results, LIMIT_S)
-        told(side.name, file, found[file])
+        counts = Counter("failed" if o.bad else o.status for o in found[file].values())
+        said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        tell(f"{time.monotonic() - start:5.0f} s  {side.name:8}  {file}: {said}")
     return found
 
 

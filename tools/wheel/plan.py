@@ -142,10 +142,13 @@ def plan_wheel(
         name = info.filename
         if name.startswith(f"{old_dist_info}/"):
             inner = name.removeprefix(f"{old_dist_info}/")
-            member = _metadata_member(
-                wheel, info, inner, f"{dist_info}/{inner}", version, base, pin
-            )
-            metadata += [member] if member else []
+            if inner in ("METADATA", "WHEEL"):
+                text = _rename(inner, wheel.read(info).decode(), version, base, pin)
+                metadata.append(
+                    _new(f"{dist_info}/{inner}", text.encode(), f"the new {inner}", info)
+                )
+            elif not inner.startswith("RECORD"):  # nor its signatures, which are no longer true
+                metadata.append(_kept(wheel, info, f"{dist_info}/{inner}"))
         elif name == VERSION_MODULE:
             text = name_version_module(wheel.read(info).decode(), version)
             package.append(_new(name, text.encode(), "the generated version module", info))
@@ -206,23 +209,9 @@ def _kept(wheel: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Member:
     return Member(name, digest, info.file_size, None, info, "base wheel")
 
 
-def _metadata_member(
-    wheel: zipfile.ZipFile,
-    info: zipfile.ZipInfo,
-    inner: str,
-    name: str,
-    version: str,
-    base: BaseWheel,
-    pin: Pin,
-) -> Member | None:
-    if inner == "METADATA":
-        text = name_metadata(wheel.read(info).decode(), PACKAGE, version)
-        if base.tests_only:
-            text = mark_for_tests(text, pin.version, base.file.filename)
-        return _new(name, text.encode(), "the renamed metadata", info)
+def _rename(inner: str, text: str, version: str, base: BaseWheel, pin: Pin) -> str:
+    """METADATA or WHEEL of the base wheel, with what names the patched one."""
     if inner == "WHEEL":
-        text = name_wheel(wheel.read(info).decode(), base.tag)
-        return _new(name, text.encode(), "the retagged metadata", info)
-    if inner.startswith("RECORD"):  # also its signatures, which would no longer be true
-        return None
-    return _kept(wheel, info, name)
+        return name_wheel(text, base.tag)
+    text = name_metadata(text, PACKAGE, version)
+    return mark_for_tests(text, pin.version, base.file.filename) if base.tests_only else text
