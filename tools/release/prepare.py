@@ -7,6 +7,9 @@ import re
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import tomlkit
 
 from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import ToolError
@@ -77,25 +80,16 @@ def prepare(project: Project) -> tuple[int, int | None, list[str]]:
     base = f"On vLLM {project.pin.version}" + (f", before on {old_version}." if moved else ".")
     lines = [f"### Patches of {project.line}", "", base]
     lines += ["", *(f"- {change}" for change in changes)] if changes else []
+    document: Any = tomlkit.parse(settings.read_text(encoding="utf-8"))
+    document["project"]["version"] = str(number)
     text, patches = changelog.read_text(encoding="utf-8"), "\n".join(lines) + "\n"
     texts = {
         changelog: date_section(text, number, date, patches),
-        settings: _set_number(settings.read_text(encoding="utf-8"), number),
+        settings: tomlkit.dumps(document),
     }
     with replacing_all(texts):
         pass
     return number, last, changes
-
-
-def _set_number(text: str, number: int) -> str:
-    """``pyproject.toml`` with another [project].version, its other bytes as they are."""
-    head, table, rest = text.partition("[project]\n")
-    line = f'version = "{number}"'
-    rest, count = re.subn(r'^version = "\d+"$', line, rest, count=1, flags=re.MULTILINE)
-    if not count:
-        what, where = "the release number cannot be written", "pyproject.toml, [project]"
-        raise ToolError(what, where=where, expected='a line version = "1"')
-    return head + table + rest
 
 
 _PAIR = re.compile(r"\s*(\d+|-):\s+\S+ ([=!<>])\s+(\d+|-):\s+\S+ .*")

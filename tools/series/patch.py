@@ -122,16 +122,6 @@ class Patch:
             what = "the diff cannot be read"
             raise ToolError(what, self.name, found=said, next_step=step) from error
 
-    @cached_property
-    def blobs(self) -> dict[str, tuple[str, str]]:
-        """Blob ids before and after, by path, as the diff's own ``index`` lines state them."""
-        found: dict[str, tuple[str, str]] = {}
-        for file in self.diff:
-            for line in file.patch_info or ():
-                if match := re.match(r"index ([0-9a-f]+)\.\.([0-9a-f]+)", line):
-                    found[file.path] = (match[1], match[2])
-        return found
-
 
 def leaves_tree(path: str) -> bool:
     """Whether a path of a diff, without its ``a/``, is outside the tree or in ``.git``."""

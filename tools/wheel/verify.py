@@ -9,6 +9,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Collection, Iterable
+from email.parser import Parser
+from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
 
 from packaging.tags import Tag, parse_tag
@@ -141,28 +143,22 @@ def find_site(place: Path) -> Path:
     return Path(done.stdout.strip())
 
 
-def _installed_tags(dist_info: Path) -> frozenset[Tag]:
-    """The tags that an installed wheel states; none where it does not."""
-    path = dist_info / "WHEEL"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    stated = [line.removeprefix("Tag: ") for line in lines if line.startswith("Tag: ")]
-    return frozenset(tag for text in stated if text.count("-") == 2 for tag in parse_tag(text))
-
-
 def verify_installed(project: Project, place: Path) -> str:
     """Compare every installed file with what the wheel must hold; what was proved."""
     site = find_site(place)
-    found = sorted(site.glob(f"{PACKAGE}-*.dist-info"))
+    found = list(distributions(name=PACKAGE, path=[str(site)]))
     if len(found) != 1:
         raise ToolError(
             f"{PACKAGE} is not installed here" if not found else f"{PACKAGE} is installed twice",
             where=site,
             expected=f"one {PACKAGE}-*.dist-info",
-            found=", ".join(path.name for path in found) or "none",
+            found=", ".join(each.version for each in found) or "none",
             next_step="make install",
         )
-    version = found[0].name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info")
-    plan, patches = _plan_for(project, version, _installed_tags(found[0]))
+    version = found[0].version
+    # Wheels for several machines have one version: the tags tell which this is.
+    tags = Parser().parsestr(found[0].read_text("WHEEL") or "").get_all("Tag", [])
+    plan, patches = _plan_for(project, version, {tag for text in tags for tag in parse_tag(text)})
     deviations = []
     for member in plan.members:
         path = site / member.name
