@@ -23,7 +23,7 @@ ROOMS = {
 
 def parser() -> argparse.ArgumentParser:
     """All rooms and verbs. A room's docstring and the docstring of a verb's ``run`` are the help;
-    its ``EXAMPLE`` is an example of arguments, and ``declare`` adds the arguments."""
+    its ``EXAMPLE`` is an example of arguments, and ``declare``, if any, adds the arguments."""
     top = argparse.ArgumentParser(
         prog="python -m tools",
         description="Source, patches, wheels, releases and upstream tests of vllm-routed-experts.",
@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
             )
             # Also after the verb; SUPPRESS keeps a value that was given before it.
             verb_parser.add_argument("--on", default=argparse.SUPPRESS, metavar="LINE", help=on)
-            module.declare(verb_parser)
+            if declare := getattr(module, "declare", None):
+                declare(verb_parser)
             verb_parser.set_defaults(run=module.run)
     top.epilog = "\n".join(
         ["examples:", *examples, "", "Help on one verb: python -m tools ROOM VERB --help"]
@@ -67,9 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Exit status: 0, 1 for an error that is explained, 2 for wrong usage."""
     parsed = parser().parse_args(arguments)
     given = vars(parsed)
-    wheelhouse, tree, series = map(given.get, ("wheelhouse", "tree", "series"))
-    offline = given.get("offline", False)
-    project = Project(parsed.root, parsed.on, wheelhouse, offline, tree, series)
+    wheelhouse, offline = given.get("wheelhouse"), given.get("offline", False)
+    project = Project(parsed.root, parsed.on, wheelhouse, offline, given.get("tree"))
     try:
         if wheelhouse is not None and not wheelhouse.is_dir():
             raise ToolError("there is no such wheelhouse", where=wheelhouse, expected="a directory")

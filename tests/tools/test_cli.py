@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import tools.__main__
 from tools.__main__ import main, parser
 from tools.common.errors import FailedCommand
 from tools.common.git import Git
 from tools.common.pin import Project
 
+TOOLS = Path(tools.__main__.__file__).parent
 VERBS = [
     ("source", "fetch"),
     ("series", "apply"),
@@ -94,3 +96,15 @@ def test_the_root_is_the_repository_of_the_tools() -> None:
     root = parser().parse_args(["source", "fetch"]).root
     assert (root / "tools" / "__main__.py").is_file()
     assert Project(root).pin_file.is_file()
+
+
+def test_rooms_import_only_rooms_below_them() -> None:
+    rooms = ("common", "source", "series", "wheel", ("release", "upstream"))
+    below: set[str] = set()
+    for floor in rooms:
+        names = {floor} if isinstance(floor, str) else set(floor)
+        for name in names:
+            text = "".join(path.read_text() for path in (TOOLS / name).glob("*.py"))
+            imported = set(re.findall(r"^from tools\.(\w+)", text, re.MULTILINE))
+            assert imported <= below | {name}
+        below |= names

@@ -195,11 +195,6 @@ def test_a_patch_stands_on_the_one_whose_lines_it_changes(toy: Toy, clone: Path)
     assert "SETTING_9 = 5\n" in git(clone, "show", "change-it:vllm/envs.py")
 
 
-def test_a_need_that_no_header_names_can_be_given(toy: Toy, clone: Path) -> None:
-    submit(toy, clone, THIRD, "--after", FIRST)
-    assert subjects(clone, stem(THIRD)) == ["[Core] Count rows", "[Misc] Drop the old module"]
-
-
 # --- the text -----------------------------------------------------------------------------------
 
 
@@ -393,12 +388,10 @@ def test_a_placeholder_identity_cannot_sign_off(
     ("words", "said"),
     [
         (("no-such",), "the series has no such patch"),
-        ((FIRST, "--after", "no-such"), "the series has no such patch"),
         ((FIRST, "--topic", "Bad Name"), "no name for a branch"),
         ((FIRST, "--trailer", "nonsense"), "not a trailer"),
-        ((FIRST, "--out", __file__), "the texts need a directory"),
     ],
-    ids=["patch", "after", "topic", "trailer", "out"],
+    ids=["patch", "topic", "trailer"],
 )
 def test_unusable_arguments_are_refused(
     toy: Toy, clone: Path, words: tuple[str, ...], said: str

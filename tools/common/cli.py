@@ -12,10 +12,6 @@ def add_tree(parser: Parser) -> None:
     parser.add_argument("--tree", type=Path, help="the build tree (default: build/<line>/vllm)")
 
 
-def add_series(parser: Parser) -> None:
-    parser.add_argument("--series", type=Path, help="the series (default: patches/<line>/series)")
-
-
 def add_downloads(parser: Parser) -> None:
     add_path(parser, "--wheelhouse", "take pinned files from this directory first")
     add_flag(parser, "--offline", "never use the network")

@@ -143,7 +143,6 @@ class Project:
     wheelhouse: Path | None = None
     offline: bool = False
     tree_at: Path | None = None  # where the build tree is, if not at its own place
-    series_at: Path | None = None  # likewise for the series file
 
     @cached_property
     def pin(self) -> Pin:
@@ -160,7 +159,7 @@ class Project:
 
     @property
     def series_file(self) -> Path:
-        return self.series_at or self.patches / "series"
+        return self.patches / "series"
 
     @property
     def submodule(self) -> Path | None:

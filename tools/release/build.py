@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tools.common.cli import add_downloads, add_path, add_tree
+from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import ToolError
 from tools.common.files import digest_of, staging
 from tools.common.git import Git
@@ -24,7 +24,7 @@ from tools.wheel.plan import tree_series, wheel_version
 from tools.wheel.sbom import make_sbom
 from tools.wheel.verify import verify_wheel
 
-EXAMPLE = "--out build/release/re.1"
+EXAMPLE = "--offline"
 CHECKSUMS = "SHA256SUMS"
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
@@ -35,7 +35,6 @@ BUILDER = "urn:vllm-routed-experts:builder:any"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "--out", "where it goes (default: build/<line>/release/re.<n>)")
     add_tree(parser)
     add_downloads(parser)
 
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     gives the same bytes. Refuses uncommitted changes, a stale series, a release that is not
     prepared, and a version that is released already."""
     number = project.release
-    out = arguments.out or project.build / "release" / f"re.{number}"
+    out = project.build / "release" / f"re.{number}"
     fresh = build(project, out)
     print(f"{'built' if fresh else 'built again, the same bytes'}: re.{number} in {out}")
     for path in sorted(out.iterdir()):

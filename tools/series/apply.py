@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from tools.common.cli import add_downloads, add_flag, add_series, add_tree
+from tools.common.cli import add_downloads, add_flag, add_tree
 from tools.common.errors import FailedCommand, ToolError
 from tools.common.files import staging
 from tools.common.git import Git
@@ -35,7 +35,6 @@ _REFRESH = "take patches that moved or were edited by hand (never with fuzz); th
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    add_series(parser)
     add_tree(parser)
     add_downloads(parser)
     add_flag(parser, "--pristine", "apply no patch at all")

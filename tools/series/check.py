@@ -5,7 +5,6 @@ import argparse
 import re
 from collections.abc import Iterator
 
-from tools.common.cli import add_series
 from tools.common.errors import Problems, ToolError
 from tools.common.pin import Project
 from tools.series.patch import (
@@ -20,7 +19,6 @@ from tools.series.patch import (
 from tools.series.series import Series, read_series
 
 EXAMPLE = ""
-declare = add_series
 
 # Lenient on purpose: a misspelt header is reported as malformed, not as missing.
 _LIKE_STATUS = re.compile(r"\s*upstream[-_ ]*s\w*\s*[:=].*", re.IGNORECASE)

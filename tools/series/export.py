@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.common.cli import add_flag, add_many, add_series, add_tree
+from tools.common.cli import add_flag, add_many, add_tree
 from tools.common.errors import Problems, ToolError
 from tools.common.files import write
 from tools.common.git import Git
@@ -51,7 +51,6 @@ _FORMAT = (
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    add_series(parser)
     add_tree(parser)
     add_flag(parser, "--check", "write nothing; fail if a file would change")
     add_many(parser, "--drop", "PATCH", "remove this patch, whose commit is gone on purpose")

@@ -7,12 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools.common.cli import add_series
 from tools.common.pin import Project
 from tools.series.series import read_series
 
 EXAMPLE = ""
-declare = add_series
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.common.cli import add_path, add_series, add_tree, tell
+from tools.common.cli import add_path, add_tree, tell
 from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
@@ -85,7 +85,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patches", nargs="*", metavar="PATCH", help="only these (default: all)")
     add_path(parser, "--out", "where the table goes, as Markdown")
     add_path(parser, "--installed", "where the wheel of the series is (default: this Python)")
-    add_series(parser)
     add_tree(parser)
 
 

@@ -43,12 +43,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "--clone", "your clone of vLLM: it gets the branches")
     parser.add_argument("--onto", metavar="REF", help="where they start, in the clone")
     parser.add_argument("--topic", metavar="BRANCH", help="one branch of all the patches")
-    add_many(parser, "--after", "PATCH", "stand on this earlier patch too")
     add_many(parser, "--trailer", "'KEY: VALUE'", "add to each message, as Assisted-by: ...")
     add_flag(parser, "--replace", "replace branches of these names")
     add_flag(parser, "--test", "check each branch here (on the pin), for the results")
-    out = "where the texts of the pull requests go (default: build/<line>/submit)"
-    add_path(parser, "--out", out)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -143,7 +140,7 @@ def message_for(patch: Patch, person: Person, trailers: Sequence[str]) -> str:
     return f"{patch.subject}\n\n{body}\n\n" + "\n".join(dict.fromkeys(last)) + "\n"
 
 
-def _refuse_words(topic: str | None, trailers: Sequence[str], out: Path) -> None:
+def _refuse_words(topic: str | None, trailers: Sequence[str]) -> None:
     if topic is not None and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*", topic):
         what, expected = "this is no name for a branch", "lower-case letters, digits, . _ / -"
         raise ToolError(what, where="--topic", expected=expected, found=topic)
@@ -152,8 +149,6 @@ def _refuse_words(topic: str | None, trailers: Sequence[str], out: Path) -> None
             what = "this is not a trailer of a commit message"
             expected = "Key-words: value, such as Assisted-by: a tool"
             raise ToolError(what, where="--trailer", expected=expected, found=trailer)
-    if out.exists() and not out.is_dir():
-        raise ToolError("the texts need a directory", where="--out", found=f"the file {out}")
 
 
 @contextmanager
@@ -246,11 +241,10 @@ class Maker:
 
 def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Branch]]:
     """Make the branches and write the texts, all of them or none."""
-    out = asked.out or project.build / "submit"
+    out = project.build / "submit"
     series = read_series(project.series_file)
     chosen = choose_patches(series, asked.patches)
-    extra = [patch.name for patch in choose_patches(series, asked.after)] if asked.after else []
-    _refuse_words(asked.topic, asked.trailer, out)
+    _refuse_words(asked.topic, asked.trailer)
     if problems := check_needs(series):
         raise Problems("the series breaks its rules", problems)
     apply_series(project, series)
@@ -276,8 +270,7 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
         drafts, texts = [], {}
         for name, patches in groups.items():
             mine = [patch.name for patch in patches]
-            last = max(map(order.index, mine))
-            inside, head = maker.stack([*mine, *(n for n in extra if order.index(n) < last)])
+            inside, head = maker.stack(mine)
             below = tuple(n for n in inside if n not in mine)
             tell(f"{name}: {count_commits(len(inside))} on {base.label}")
             old = base.git.commit_id(f"refs/heads/{name}")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.common.cli import add_path, add_series, add_tree, tell
+from tools.common.cli import add_path, add_tree, tell
 from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.markdown import table
@@ -45,7 +45,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
         parser, "--installed", "the patched wheel's package directory (default: this Python's)"
     )
     add_tree(parser)
-    add_series(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from tools.common.cli import add_downloads, add_path, add_series, add_tree
+from tools.common.cli import add_downloads, add_path, add_tree
 from tools.common.errors import ToolError
 from tools.common.files import digest_of, replacing
 from tools.common.pin import Project
@@ -22,7 +22,6 @@ _DATE = (1980, 1, 1, 0, 0, 0)  # the zip format's first
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", required=True, help="a base wheel: cpu, cuda or cuda-aarch64")
     add_tree(parser)
-    add_series(parser)
     add_path(parser, "--out", "where it goes (default: build/<line>/wheels)")
     add_downloads(parser)
 

@@ -3,7 +3,6 @@
 
 import argparse
 
-from tools.common.cli import add_series
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 from tools.wheel.plan import choose_base, wheel_version
@@ -13,7 +12,6 @@ EXAMPLE = "--variant cuda"
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", required=True, help="a base wheel: cpu, cuda or cuda-aarch64")
-    add_series(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:

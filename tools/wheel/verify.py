@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from packaging.tags import Tag, parse_tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from tools.common.cli import add_downloads, add_series, add_tree
+from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import Problems, ToolError
 from tools.common.pin import Project
 from tools.source.download import fetch
@@ -36,7 +36,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     this, name = Path(sys.executable), "PYTHON_OR_SITE"
     parser.add_argument("--installed", nargs="?", type=Path, const=this, metavar=name, help=_PLACE)
     add_tree(parser)
-    add_series(parser)
     add_downloads(parser)
 
 
