@@ -14,6 +14,7 @@ import tools.series.replay
 from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git
 from tests.tools.upstream import Index, commit, everything, make_clone, make_index
 from tools.common.git import Git
+from tools.common.pin import Project
 
 NEXT = "9.8.8"
 FIRST, SECOND, THIRD = NAMES
@@ -572,6 +573,14 @@ def test_other_verbs_refuse_the_build_tree_meanwhile(toy: Toy, index: Index, ver
     assert (toy.head(), unmoved(toy)) == (head, before)
 
 
+def test_a_rebase_whose_build_tree_is_gone_can_be_given_up(toy: Toy, index: Index) -> None:
+    clash(toy, index)
+    shutil.rmtree(toy.tree)
+    assert "the build tree of the rebase is gone" in stop(toy, "--continue")
+    rebase(toy, "--abort")
+    assert "applied: 3 patches" in toy.do("series", "apply")
+
+
 def test_a_second_rebase_is_refused_while_one_is_under_way(toy: Toy, index: Index) -> None:
     clash(toy, index)
     error = stop(toy, "--onto", NEXT)
@@ -728,16 +737,25 @@ def test_a_replacement_cut_off_at_any_rename_goes_on_or_is_given_up(
         assert {**unmoved(toy), "pin": 0, "series": 0} == {**still, "pin": 0, "series": 0}
 
 
+@pytest.mark.parametrize("place", ["_move_submodule", "shutil.rmtree"])
 def test_what_is_left_after_the_replacement_is_done_by_continue(
-    toy: Toy, index: Index, submodule: Callable[[Toy], str], monkeypatch: pytest.MonkeyPatch
+    toy: Toy,
+    index: Index,
+    submodule: Callable[[Toy], str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
     index.publish(NEXT, MOVED)
+    real = shutil.rmtree
 
-    def broken(*arguments: object) -> None:
-        raise Trouble("no space left on device")
+    def broken(*arguments: object, **options: object) -> None:
+        under_way = (toy.build / "rebase/state.json").exists()
+        if under_way and arguments[0] in (toy.build / "rebase", Project(toy.root)):
+            raise Trouble("no space left on device")
+        real(*arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr("tools.series.rebase._move_submodule", broken)
+        patched.setattr(f"tools.series.rebase.{place}", broken)
         with pytest.raises(Trouble):
             toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
     assert "the new series is in place" in stop(toy, "--abort")

@@ -107,6 +107,9 @@ def _next_step(project: Project, state: State | None, arguments: argparse.Namesp
     if state is None:
         step = f"begin one: {COMMAND} --onto <version>"
         raise ToolError("no rebase is under way", where=place(project), next_step=step)
+    if arguments.step != "abort" and not project.tree.exists():
+        what, step = "the build tree of the rebase is gone", f"begin again: {COMMAND} --abort"
+        raise ToolError(what, where=project.tree, next_step=step)
     if arguments.step == "abort":
         abort(project, state)
         print(f"given up: the rebase onto vLLM {state.onto}; everything is as it was")
@@ -196,14 +199,15 @@ def _go_on(project: Project, state: State) -> None:
             shutil.copytree(new.patches, stage, symlinks=True, dirs_exist_ok=True)
     # The new series is in place: what is left can be done again.
     _move_submodule(project, new)
-    ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
-    print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
+    if git.commit_id(OLD_BASE):
+        ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
+        print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
+        forget_old_base(git)
     count = len(read_series(project.series_file))
     print(f"rebased: {count} patches from vLLM {state.before} onto {state.onto}")
     for name, why in state.left_out.items():
         print(f"left out: {name} ({why})")
     print("next: make lock && make install && make test; then commit what changed")
-    forget_old_base(git)
     shutil.rmtree(place(project))
 
 
@@ -236,7 +240,7 @@ def abort(project: Project, state: State) -> None:
             where=project.patches,
             next_step=f"{COMMAND} --continue, then git restore what you want back",
         )
-    if git.commit_id(OLD_BASE):
+    if project.tree.exists() and git.commit_id(OLD_BASE):
         restore_base(git, Record(*state.record) if state.record else None)
     shutil.rmtree(place(project))
 
