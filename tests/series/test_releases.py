@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real series on other real releases; wants the package index, 100 MB of it."""
+"""The real series on other real releases; downloads 100 MB."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """Pin and series of this repository, apart from it; downloads are shared."""
+    """A copy of pin and series of this repository; downloads are shared."""
     real_series()
     need_source()
     try:

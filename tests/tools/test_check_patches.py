@@ -21,7 +21,7 @@ from tools.upstream.check_patches import (
 )
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
-# As vLLM's own: what lacks the header gets it, and the hook fails.
+# As vLLM's own hook: it adds a missing header, and fails.
 SPDX_HOOK = f"""
 import sys
 bad = [name for name in sys.argv[1:] if not open(name).read().startswith({HEADER!r})]
@@ -42,7 +42,7 @@ GOOD = {"vllm/rows.py": ROWS, "vllm/caller.py": CALLER, "tests/test_count.py": T
 
 @pytest.fixture
 def series(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
-    """A project with one patch, which brings the hooks and an error that mypy knows."""
+    """A project with one patch, which adds the hooks and a type error."""
     monkeypatch.setattr(hubcache, "STAND_INS", {})
     monkeypatch.setattr(check_patches, "MODULES", ("vllm",))
     monkeypatch.setattr(check_patches, "HOOKS", ("check_spdx_header",))
@@ -60,7 +60,7 @@ def series(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
 
 
 def checked(toy: Toy, *checks: str) -> list[dict[str, Finding]]:
-    """What the checks say of every patch after the hooks'."""
+    """Findings for every patch after the first."""
     site = toy.root / "site"
     write_files(site, {"vllm/_version.py": "__version__ = '1'\n"})
     git = Git(toy.tree)

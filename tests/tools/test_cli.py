@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point explains itself, and shows errors as a person can use them."""
+"""The entry point: its help, and how it shows errors."""
 
 import re
 import shlex

@@ -21,16 +21,16 @@ print("\\n".join(files))
 
 
 def expand(root: Path, text: str) -> list[str]:
-    """What make makes of a text, in words."""
+    """The words that make expands a text to."""
     command = ["make", "--no-print-directory", "--directory", str(root)]
     command += [f"--eval=expand: ; @echo {text}", "expand"]
-    alone = os.environ | {"MAKEFLAGS": "", "MAKELEVEL": "0"}  # not a child of a make around it
+    alone = os.environ | {"MAKEFLAGS": "", "MAKELEVEL": "0"}  # also under another make
     done = subprocess.run(command, env=alone, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
 def digests(root: Path) -> list[str]:
-    """The digests that decide on the pristine and on the patched wheel."""
+    """The digests of the pristine and of the patched wheel."""
     return expand(root, "$(PRISTINE_ID) $(SERIES_ID)")
 
 

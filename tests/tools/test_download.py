@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned files: downloads that go on where they stopped, wheelhouses, work without a network."""
+"""Pinned files: downloads that continue, wheelhouses, work without a network."""
 
 import fcntl
 import shutil
@@ -63,7 +63,7 @@ def handler(index: Index) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def index(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """Serves the source archive, which is not in the downloads any more."""
+    """Serves the source archive, which is no longer in the downloads."""
     found = Index(empty.archive.name, empty.archive.read_bytes())
     empty.archive.unlink()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
@@ -143,7 +143,7 @@ def test_two_processes_download_a_file_once(empty: Toy, index: Index) -> None:
         thread.join(0.2)
         assert thread.is_alive()
         assert index.asked == []
-        # What the other process does when it is done.
+        # What the other process does at its end.
         other.write(index.data)
         other.flush()
         part_of(empty).replace(empty.archive)

@@ -28,7 +28,7 @@ from tests.tools.upstream import Index, make_index
 from tools.common.pin import DEFAULT_LINE
 
 LINE, NEWER = "v9.9.0", "9.9.0"
-# The newer release: other Python, one module gone, one more.
+# The newer release: changed Python, one module removed, one added.
 NEWER_TREE = {
     **{name: text for name, text in TREE.items() if name != "vllm/old.py"},
     "vllm/new.py": "NEW = True\n",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The series on another release: what moves, what stops, and that nothing moves by halves."""
+"""The series on another release: what moves, what stops, completely or not at all."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ from tools.common.pin import Project
 NEXT = "9.8.8"
 FIRST, SECOND, THIRD = NAMES
 
-# The release after: lines moved and changed, none of those that the patches change.
+# The next release: it moves and changes lines that the patches leave alone.
 MOVED = {
     **TREE,
     "vllm/envs.py": "BEFORE = 1\nBEFORE = 2\n" + ENVS.replace("SETTING_20 = 20\n", "TWENTY = 20\n"),
@@ -56,13 +56,13 @@ def stop(toy: Toy, *arguments: str) -> str:
 
 
 def clash(toy: Toy, index: Index) -> str:
-    """Begin a rebase that stops at the first patch; what it says."""
+    """Begin a rebase that stops at the first patch; return its error."""
     index.publish(NEXT, CLASHING)
     return stop(toy, "--onto", NEXT)
 
 
 def resolve(toy: Toy, value: str) -> None:
-    """Settle what the release and the first patch both changed."""
+    """Resolve the line that the release and the first patch both change."""
     text = ENVS.replace("SETTING_9 = 9\n", f"SETTING_9 = {value}\n")
     (toy.tree / "vllm/envs.py").write_text(text)
 
@@ -90,7 +90,7 @@ def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path:
         (new["wheel"]["cuda"], f"vllm-{NEXT}-{TAG}.whl"),
     ]:
         assert {**table, **facts(index.path(name))} == table
-    # Every verb takes the result as its own, and a fresh checkout of it gives the same commits.
+    # Every verb accepts the result, and a fresh checkout of it gives the same commits.
     assert "nothing to do" in toy.do("series", "apply")
     toy.do("series", "export", "--check")
     toy.do("series", "check")
@@ -310,7 +310,7 @@ def test_a_resolution_that_breaks_the_rules_stops_before_anything_is_replaced(
     assert "added lines end in blanks" in error
     assert toy.snapshot() == before
     assert pin(toy)["release"]["version"] == VERSION
-    # What it says next to do, done.
+    # Do what the error says.
     assert "git rebase --interactive refs/re/base" in error
     envs = toy.tree / "vllm/envs.py"
     envs.write_text(envs.read_text().replace("SETTING_9 = 5 \n", "SETTING_9 = 5\n"))
@@ -521,7 +521,7 @@ def test_a_commit_that_is_no_release_is_packed_from_the_clone(
 ) -> None:
     clone = tmp_path / "clone"
     make_clone(clone, {VERSION: TREE})
-    # What git archive would do to these files must not happen to them.
+    # git archive would leave out the first of these files.
     tree = {**MOVED, ".gitattributes": "vllm/more.py export-ignore\n", "setup.cfg": "[tracked]\n"}
     head = commit(clone, tree, "after the release")
     assert "none for cpu, cuda" in stop(toy, "--onto", "main", "--clone", str(clone))

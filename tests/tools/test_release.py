@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases: what is written, that it is the same every time, and what is refused."""
+"""Releases: what is written, the same bytes every time, and what is refused."""
 
 import hashlib
 import json
@@ -92,7 +92,7 @@ def made(_repo: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture
 def repo(_repo: Toy, tmp_path: Path) -> Toy:
-    """The project as a repository, with release 3 under way and none made."""
+    """The project as a repository, before release 3."""
     return _repo.copy(tmp_path / "project")
 
 
@@ -106,7 +106,7 @@ def prepared(made: Toy, tmp_path: Path) -> Toy:
 
 @pytest.fixture
 def released(prepared: Toy) -> Toy:
-    """Release 3 is made, tagged."""
+    """Release 3 is tagged."""
     git(prepared.root, "tag", "re.3")
     return prepared
 
@@ -116,7 +116,7 @@ def changelog(toy: Toy) -> str:
 
 
 def edit_second_patch(toy: Toy) -> None:
-    """Change what the second patch does, as a person does, and export."""
+    """Edit the second patch with plain git, and export."""
     _, second, third = git(toy.tree, "rev-list", "--reverse", "refs/re/base..HEAD").split()
     git(toy.tree, "checkout", "--quiet", second)
     (toy.tree / "vllm/rows/__init__.py").write_text('"""Rows, better: Σ."""\n')
@@ -192,7 +192,7 @@ def test_a_removed_patch_is_listed(released: Toy) -> None:
 
 
 def test_a_patch_that_only_moved_down_the_file_is_not_listed(released: Toy) -> None:
-    # A patch in front that adds lines above shifts the others' hunks and changes nothing else.
+    # A first patch that adds lines at the top shifts the hunks of the others.
     git(released.tree, "checkout", "--quiet", "refs/re/base")
     released.commit("[Core] Above", {"vllm/envs.py": "ABOVE = 1\n" + ENVS})
     old = git(released.tree, "rev-list", "--reverse", "refs/re/base..routed-experts").split()
@@ -412,7 +412,7 @@ def test_the_provenance_is_what_in_toto_and_slsa_define(made: Toy) -> None:
     for name in WHEELS:
         text = (out / f"{name}.intoto.json").read_text()
         assert list(json.loads(text)) == ["_type", "subject", "predicateType", "predicate"]
-        # A field that the format does not know is an error here.
+        # Parsing fails on a field that the format does not have.
         message = json_format.Parse(text, StatementMessage())
         Statement.copy_from_pb(message).validate()
         assert message.predicate_type == "https://slsa.dev/provenance/v1"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pinned source comes from, and what is refused on the way."""
+"""Where the pinned source comes from, and what is refused."""
 
 import hashlib
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the series stands, whatever state it is in."""
+"""The status report in every state of the series."""
 
 import re
 import shutil
@@ -15,13 +15,13 @@ from tests.tools.upstream import Index, everything, make_index
 def index(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     index = make_index(tmp_path / "index", toy)
     monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    # As wide as a terminal may be, so that no line is folded.
+    # So wide that no line is folded.
     monkeypatch.setenv("COLUMNS", "400")
     return index
 
 
 def status(toy: Toy, *arguments: str) -> dict[str, str]:
-    """The lines of a status by what they are about; a patch's by its name."""
+    """The lines of a status by their topic; those of patches by name."""
     said: dict[str, str] = {}
     for line in toy.do("series", "status", *arguments).splitlines():
         what, _, rest = line.strip().partition(" ")

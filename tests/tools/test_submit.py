@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches for upstream: what is on them, who signs, what is refused, and that nothing leaves."""
+"""Branches for upstream: what is on them, who signs, what is refused; nothing is pushed."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ UPSTREAM = {
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A person's clone, some commits after the release, that could push to an origin."""
+    """A person's clone of a later upstream, with an origin that it could push to."""
     path = tmp_path / "clone"
     make_clone(path, {VERSION: TREE})
     commit(path, UPSTREAM, "some work since")
@@ -228,7 +228,7 @@ def test_how_a_patch_was_tested_stands_in_the_plan(toy: Toy, clone: Path) -> Non
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
-    """Stand-ins for the checks, which want a whole vLLM; the places that they were asked of."""
+    """Stand-ins for the checks, which need a whole vLLM; returns the places that were checked."""
     seen: list[Place] = []
 
     class Fake:

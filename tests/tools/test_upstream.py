@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tests on two wheels: one file at a time, and every difference by its name."""
+"""vLLM's own tests on two wheels: runs of a file, and the verdict on each difference."""
 
 import os
 import textwrap

@@ -155,7 +155,7 @@ def wheel_files(
 
 @dataclass(frozen=True)
 class Result:
-    """How a verb ended and what it said."""
+    """Exit status and output of a verb."""
 
     status: int
     out: str
@@ -195,7 +195,7 @@ class Toy:
         return self.downloads / f"vllm-{VERSION}.tar.gz"
 
     def run(self, *arguments: str) -> Result:
-        """Run a verb in this process; whatever happens, it comes back as a result."""
+        """Run a verb in this process."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main(["--root", str(self.root), "--on", self.line, *arguments])
@@ -208,7 +208,7 @@ class Toy:
         return result.out
 
     def refuse(self, *arguments: str) -> str:
-        """Run a verb that must be refused; what it says on standard error."""
+        """Run a verb that must be refused; return its error."""
         result = self.run(*arguments)
         assert result.status == 1, result.out
         return result.err[result.err.index("error: ") :]
@@ -306,7 +306,7 @@ def write_pin(
         }
     lines = []
     for name, table in tables.items():
-        # A value's repr in JSON is one of TOML.
+        # JSON's notation of these values is TOML's too.
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     toy.pin.write_text("\n".join(lines) + "\n")
 

@@ -103,7 +103,7 @@ def commit(path: Path, tree: dict[str, str], message: str) -> str:
 
 
 def everything(toy: Toy) -> dict[str, object]:
-    """What must be as it was when a verb failed: pin, series, build tree, what lies in build/."""
+    """What a failed verb must leave as it was: pin, series, build tree, contents of build/."""
     status = subprocess.run(
         ["git", "-C", str(toy.tree), "status", "--porcelain", "--branch"],
         capture_output=True,
