@@ -3,6 +3,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
             verb_parser = verb_parsers.add_parser(
                 verb,
                 help=summary,
-                description=text,
+                description=textwrap.fill(text, 88),
                 epilog=f"example:\n  {example}",
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
