@@ -68,6 +68,13 @@ more = grep '^version = ' pyproject.toml; grep '^cyclonedx-python-lib==' require
 PRISTINE_ID := $(call digest,$(call files,$(INPUTS)); $(more))
 SERIES_ID := $(call digest,$(call files,$(INPUTS) patches/$(LINE)/series patches/$(LINE)/*.patch); $(more))
 BUILT := $(MADE)/wheels/.built-$(SERIES_ID)
+# Clients whose own code `make clients` runs, each in an environment of its own.
+CLIENTS ?= megatron-core ms-swift skyrl verifiers verl
+CLIENT_PYTHON = $(PYTHON)
+# SkyRL wants this one.
+PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
+client_venv = build/clients/$(1)/.locked-$(call lock_id,requirements/clients-$(1).txt)
+CLIENT_VENVS = $(foreach client,$(CLIENTS),$(call client_venv,$(client)))
 # A new lock removes what was installed.
 INSTALLED := $(VENV)/.installed-$(SERIES_ID)-$(LOCK_ID)
 PRISTINE := $(MADE)/pristine/.installed-$(PRISTINE_ID)
@@ -132,6 +139,11 @@ fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile on
 .PHONY: stress-eplb
 stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules of real threads, without a GPU
 	@exec $(PY) -m tests.eplb.stress
+
+.PHONY: clients
+clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of verl, ms-swift, SkyRL, verifiers and megatron-core
+	@exec $(PY) -m pytest -m clients tests/clients
+	@cp build/clients/clients.md $(RECORDS)/clients.md
 
 .PHONY: gpu-test
 gpu-test: $(LOCKED) #> Run the tests that need a GPU, with the vLLM that is installed
@@ -279,6 +291,14 @@ else
 	diff <(grep '==' requirements/cuda.txt) <(grep '==' build/aarch64.txt)
 endif
 
+.PHONY: lock-clients
+lock-clients: $(TOOLS_LOCKED) #> Write requirements/clients-*.txt again (ARGS=--upgrade for newer versions)
+	for client in $(CLIENTS); do \
+		python=3.11; [ $$client != skyrl ] || python=3.12; \
+		$(subst make lock,make lock-clients,$(subst 3.11,$$python,$(LOCK))) --excludes requirements/clients-excludes.in \
+			$(ARGS) --output-file requirements/clients-$$client.txt requirements/clients-$$client.in; \
+	done
+
 # Names no index: each machine has its own. The lock says which packages.
 LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock$(if $(OTHER), ON=$(OTHER))" $(UV) pip compile --quiet --generate-hashes --no-emit-index-url \
 	--only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_28
@@ -330,6 +350,16 @@ ifdef OTHER
 $(LOCKED): | $(TOOLS_LOCKED)
 	$(call make_venv,$(VENV),$(LOCK_FILE))
 endif
+
+build/clients/skyrl/.locked-%: CLIENT_PYTHON = $(PYTHON312)
+build/clients/%: | $(TOOLS_LOCKED)
+	@"$(CLIENT_PYTHON)" -c 'import sys; sys.exit("$(@D)" == "build/clients/skyrl" and sys.version_info < (3, 12))' 2>/dev/null || \
+		{ echo "error: $(@D) wants Python 3.12, and '$(CLIENT_PYTHON)' is not that. Name one: make PYTHON312=... clients, or leave it out: make CLIENTS='...' clients" >&2; exit 1; }
+	@echo "Installing the $$(grep -c '^[^ #]*==' requirements/clients-$(notdir $(@D)).txt) locked packages of $(notdir $(@D)) into $(@D)"
+	@rm -rf $(@D)
+	@"$(CLIENT_PYTHON)" -m venv --without-pip $(@D)
+	@$(UV) pip sync --quiet --python $(@D)/bin/python --no-build --require-hashes requirements/clients-$(notdir $(@D)).txt
+	@touch $@
 
 $(BUILT): | $(TOOLS_LOCKED)
 	@echo "Building the patched CPU wheel"

@@ -212,6 +212,8 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
 
     routed = [part for part in parts if part.get("routed_experts") is not None]
     if not routed:
+        if finish_reason == "abort":
+            raise RoutedExpertsError("the request was aborted before it had rows: send it again")
         raise RoutedExpertsError(
             "the answer has no routed_experts: start the server with --enable-return-routed-experts"
         )

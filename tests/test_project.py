@@ -21,7 +21,12 @@ PROSE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/rooms.md", "docs/
 # Where digests of the pin may stand again: in patches (context), in dated records, in history.
 RECORDS = ("patches/", "benchmarks/results/", "CHANGELOG.md")
 # Sizes and versions of many packages, which may be the same digits by chance.
-LOCKS = ("requirements/environment.txt", "requirements/cuda.txt", "requirements/v0.33.0.txt")
+CLIENT_LOCKS = [
+    f"clients-{name}" for name in ("megatron-core", "ms-swift", "skyrl", "verifiers", "verl")
+]
+LOCKS = tuple(
+    f"requirements/{name}.txt" for name in ("environment", "cuda", "v0.33.0", *CLIENT_LOCKS)
+)
 
 
 def read(name: str) -> str:
@@ -164,7 +169,9 @@ def test_documentation_is_that_of_the_series() -> None:
 # --- requirements/ --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bootstrap", "cuda", "environment", "tools", "v0.33.0"])
+@pytest.mark.parametrize(
+    "name", ["bootstrap", "cuda", "environment", "tools", "v0.33.0", *CLIENT_LOCKS]
+)
 def test_lock_is_complete_and_names_no_place(name: str) -> None:
     lock = pinned(f"requirements/{name}.txt")
     assert lock

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients' own code on answers of a running patched server (`make clients`).
+
+Server and oracle run in this environment, each client in one of its own, from its own lock, without
+vLLM. Recorded answers go there as files, and what a trainer would take comes back.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import importlib.metadata
+import io
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.client import decode_rows
+from harness import oracle
+from tests.clients import rules
+from tests.clients.driving import OWN, Routes, Turn
+from tests.clients.recorder import BEHAVIOURS, MODELS, record
+
+# Programs of other environments: this one cannot import them to look for tests.
+collect_ignore_glob = ["with_*.py"]
+
+ROOT = Path(__file__).resolve().parents[2]
+MADE = ROOT / "build" / "clients"
+
+RESENDS = "asks for all rows in each turn"
+CONTINUES = "asks for new rows alone"
+WHOLE = "does not stream"
+NO_RESUME = "drops what was aborted"
+ALONE = "sends a request for each sample"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client with its own code.
+
+    Attributes:
+        environment: in build/clients, locked by requirements/clients-<environment>.txt.
+        packages: distributions whose versions the table states.
+        program: in this folder.
+        never: behaviours that the client does not have, with the reason.
+    """
+
+    environment: str
+    packages: tuple[str, ...]
+    program: str
+    never: dict[str, str] = field(default_factory=dict)
+
+
+ABORTS = ("abort and resume", "abort without tokens")
+CLIENTS = {
+    "megatron-core": Client("megatron-core", ("megatron-core",), "with_megatron.py"),
+    "ms-swift": Client(
+        "ms-swift",
+        ("ms-swift",),
+        "with_ms_swift.py",
+        {"several turns": RESENDS, "stream": WHOLE, **dict.fromkeys(ABORTS, NO_RESUME)},
+    ),
+    "verifiers": Client(
+        "verifiers",
+        ("verifiers", "renderers"),
+        "with_verifiers.py",
+        {
+            "several turns, resent": CONTINUES,
+            "n > 1": ALONE,
+            "stream": WHOLE,
+            **dict.fromkeys(ABORTS, NO_RESUME),
+        },
+    ),
+    "verl": Client(
+        "verl",
+        ("verl", "megatron-core"),
+        "with_verl.py",
+        {"several turns": RESENDS, "stream": WHOLE},
+    ),
+    "SkyRL": Client(
+        "skyrl",
+        ("skyrl",),
+        "with_skyrl.py",
+        {
+            "several turns, resent": CONTINUES,
+            "stream": WHOLE,
+            **dict.fromkeys(ABORTS, NO_RESUME),
+        },
+    ),
+}
+# By rule alone.
+RULES_NEVER: dict[str, dict[str, str]] = {
+    "vime": {"several turns": RESENDS, "stream": WHOLE},
+    "NeMo-RL": {"several turns": RESENDS, "stream": WHOLE, **dict.fromkeys(ABORTS, NO_RESUME)},
+    "prime-rl": CLIENTS["verifiers"].never,
+    "slime": {"several turns": RESENDS, "stream": WHOLE},
+    "AReaL": {"several turns": RESENDS, "stream": WHOLE},
+    "ROLL": {"several turns": RESENDS, "stream": WHOLE},
+}
+
+
+def without_last_row(turns: list[dict[str, Any]]) -> None:
+    choice = turns[0]["chunks"][0]["choices"][0]
+    choice["routed_experts"] = encode(decode_rows(choice["routed_experts"])[:-1])
+
+
+def without_start(turns: list[dict[str, Any]]) -> None:
+    for turn in turns:
+        turn["chunks"][0]["choices"][0]["routed_experts_start"] = 0
+
+
+def without_top_k(turns: list[dict[str, Any]]) -> None:
+    del turns[0]["chunks"][0]["choices"][0]["moe_top_k"]
+
+
+# Rules that the server keeps, broken: from which record, how, which client must notice, and what
+# is then found.
+BROKEN: dict[str, tuple[str, Callable[[list[dict[str, Any]]], None], str, str]] = {
+    "a row short at the abort": ("abort and resume", without_last_row, "verl", "disagrees"),
+    "start not stated": ("several turns", without_start, "verifiers", "no rows for some message"),
+    "ids repeated": ("smaller top-k", without_top_k, "megatron-core", "too few experts"),
+}
+
+
+def encode(rows: Any) -> str:
+    """As the server does: base64 of a `.npy`."""
+    file = io.BytesIO()
+    np.save(file, rows)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the server answered.
+
+    Attributes:
+        folder: a JSON file for each behaviour, and for each broken rule.
+        checkpoints: by key of `MODELS`.
+    """
+
+    folder: Path
+    checkpoints: dict[str, Path]
+
+    def turns(self, behaviour: str) -> list[Turn]:
+        record = json.loads((self.folder / f"{behaviour}.json").read_text())
+        return [Turn(**turn) for turn in record["turns"]]
+
+    def count_true_rows(self, behaviour: str, samples: list[tuple[Any, Routes]]) -> int:
+        """Compare every token but the last of each sample with the oracle; returns their number.
+
+        Raises:
+            AssertionError: a row that is missing or another one than the oracle's.
+        """
+        source = BROKEN[behaviour][0] if behaviour in BROKEN else behaviour
+        checkpoint = self.checkpoints[BEHAVIOURS[source][0]]
+        rows = 0
+        assert samples
+        for tokens, routes in samples:
+            assert len(routes) == len(tokens)
+            assert (routes[:-1] != OWN).all(), "a token that is trained has no row"
+            truth = oracle.route(checkpoint, [int(t) for t in tokens])
+            comparison = oracle.compare(routes[:-1], truth)
+            assert comparison.agree == comparison.rows, str(comparison.disagreements[0])
+            assert comparison.ties <= 1 + comparison.decisions // 1000
+            rows += comparison.rows
+        return rows
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    folder = tmp_path_factory.mktemp("clients")
+    records = folder / "records"
+    checkpoints = {model: record(model, folder / model, records) for model in MODELS}
+    for name, (source, damage, _, _) in BROKEN.items():
+        document = json.loads((records / f"{source}.json").read_text())
+        damage(document["turns"])
+        (records / f"{name}.json").write_text(json.dumps(document))
+    return Answers(records, checkpoints)
+
+
+@pytest.fixture(scope="session")
+def replayed(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Runs a client's program, once; the folder with its results."""
+    results: dict[str, Path] = {}
+    # Not the whole repository: clients would take its vllm/ for the package.
+    site = tmp_path_factory.mktemp("site")
+    (site / "examples").symlink_to(ROOT / "examples")
+
+    def run(name: str) -> Path:
+        client = CLIENTS[name]
+        python = MADE / client.environment / "bin" / "python"
+        if not python.exists():
+            pytest.skip(f"{name} is not installed: make clients")
+        if name not in results:
+            out = tmp_path_factory.mktemp(client.environment)
+            program = Path(__file__).with_name(client.program)
+            done = subprocess.run(
+                [python, "-W", "ignore", program, answers.folder, out],
+                env={**os.environ, "PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""},
+                capture_output=True,
+                text=True,
+                timeout=600,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            results[name] = out
+        return results[name]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def table() -> Iterator[dict[tuple[str, str], str]]:
+    """Cells by client and behaviour, written at the end to build/clients/clients.md."""
+    cells: dict[tuple[str, str], str] = {}
+    yield cells
+    (MADE / "clients.md").write_text(as_markdown(cells))
+
+
+def as_markdown(cells: dict[tuple[str, str], str]) -> str:
+    series = (ROOT / "patches" / "v0.20.2" / "series").read_text().split()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    head = ["Client", *BEHAVIOURS]
+    names = [*CLIENTS, *rules.RULES]
+    lines = [
+        "# Clients",
+        "",
+        f"`make clients`, {datetime.date.today()}, on a CPU: vLLM "
+        f"{importlib.metadata.version('vllm')}, series of {len(series)} patches (`{commit}`). Rows "
+        "that a trainer takes and that equal the router of Hugging Face `transformers`, float32; "
+        "a number stands for all rows of the case. – means that the client does not do this.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "| " + " | ".join("---" for _ in head) + " |",
+    ]
+    for name in names:
+        row = [cells.get((name, behaviour), "not run") for behaviour in BEHAVIOURS]
+        lines.append("| " + " | ".join([label(name), *row]) + " |")
+    broken = [cells.get((of, rule), "not run") for rule, (_, _, of, _) in BROKEN.items()]
+    lines += [
+        "",
+        "With a rule of the server broken in the recorded answers:",
+        "",
+        "| Rule broken | Client | Found |",
+        "| --- | --- | --- |",
+        *(
+            f"| {rule} | {of} | {found} |"
+            for (rule, (_, _, of, _)), found in zip(BROKEN.items(), broken, strict=True)
+        ),
+        "",
+        "Why a cell has no number:",
+        "",
+    ]
+    never = {**{name: client.never for name, client in CLIENTS.items()}, **RULES_NEVER}
+    for name in names:
+        reasons: dict[str, list[str]] = {}
+        for behaviour, reason in never[name].items():
+            reasons.setdefault(reason, []).append(behaviour)
+        said = "; ".join(f"{reason} ({', '.join(of)})" for reason, of in reasons.items())
+        if said:
+            lines.append(f"- {name}: {said}.")
+    return "\n".join(lines) + "\n"
+
+
+def label(name: str) -> str:
+    """A client with its versions, read in its environment."""
+    if name not in CLIENTS:
+        return f"{name}, by its rule"
+    client = CLIENTS[name]
+    (site,) = (MADE / client.environment / "lib").glob("python3*/site-packages")
+    found = importlib.metadata.distributions(path=[str(site)])
+    versions = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in found}
+    return ", ".join(f"{package} {versions[package]}" for package in client.packages)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of `examples/clients`, by their rules: without the clients' packages."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from examples.client import Completion, RoutedExpertsError, join
+from examples.clients.megatron_replay import router_targets
+from examples.clients.prime_rl_answers import reencode
+from examples.clients.turns import join_turns
+from tests.clients.conftest import encode
+
+LAYERS, TOP_K = 3, 4
+
+
+def make_rows(count: int, seed: int = 0) -> Any:
+    """Distinct ids in layers 1 and 2; layer 0 is dense."""
+    rng = np.random.default_rng(seed)
+    rows = np.zeros((count, LAYERS, TOP_K), np.uint8)
+    for position in range(count):
+        for layer in (1, 2):
+            rows[position, layer] = rng.permutation(16)[:TOP_K]
+    return rows
+
+
+def make_turn(prompt: int, tokens: int, start: int = 0, all_rows: Any = None) -> Completion:
+    """A turn of a conversation whose token at position p is p."""
+    rows = make_rows(64) if all_rows is None else all_rows
+    end = prompt + tokens
+    return Completion(
+        prompt=tuple(range(prompt)),
+        token_ids=tuple(range(prompt, end)),
+        logprobs=(),
+        rows=rows[start : end - 1],
+        start=start,
+        moe_layers=(1, 2),
+        finish_reason="length",
+    )
+
+
+def test_turns_that_ask_for_new_rows_alone_join_to_all_rows() -> None:
+    turns = [make_turn(5, 3), make_turn(12, 4, start=7), make_turn(20, 2, start=15)]
+    whole = join_turns(turns)
+    np.testing.assert_array_equal(whole.rows, make_rows(64)[:21])
+    assert (whole.start, len(whole.prompt), len(whole.token_ids)) == (0, 20, 2)
+
+
+def test_turns_that_ask_for_all_rows_keep_the_earlier_ones() -> None:
+    later = make_rows(64, seed=1)
+    whole = join_turns([make_turn(5, 3), make_turn(12, 4, all_rows=later)])
+    np.testing.assert_array_equal(whole.rows[:7], make_rows(64)[:7])
+    np.testing.assert_array_equal(whole.rows[7:], later[7:15])
+
+
+def test_turn_that_leaves_out_the_row_of_the_last_token_is_refused() -> None:
+    with pytest.raises(RoutedExpertsError, match="start at position 8; those before it end at 7"):
+        join_turns([make_turn(5, 3), make_turn(12, 4, start=8)])
+
+
+def test_turn_of_another_conversation_is_refused() -> None:
+    other = replace(make_turn(12, 4, start=7), prompt=tuple(range(1, 13)))
+    with pytest.raises(RoutedExpertsError, match="does not continue the 8 tokens"):
+        join_turns([make_turn(5, 3), other])
+
+
+def test_router_targets_are_those_of_the_layers_that_route() -> None:
+    completion = make_turn(5, 3)
+    targets = router_targets(completion, 10)
+    assert [target.dtype for target in targets] == [torch.int32] * 2
+    for layer, target in zip((1, 2), targets, strict=True):
+        np.testing.assert_array_equal(target[:7], completion.rows[:, layer])
+
+
+def test_router_targets_of_tokens_without_a_row_are_distinct_experts() -> None:
+    for target in router_targets(make_turn(5, 3), 10):
+        assert target[7:].tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_router_target_of_a_layer_with_a_smaller_top_k_is_cut() -> None:
+    completion = replace(make_turn(5, 3), moe_top_k=(4, 2))
+    assert [target.shape for target in router_targets(completion, 8)] == [(8, 4), (8, 2)]
+
+
+@pytest.mark.parametrize("turn", [make_turn(5, 3, start=2), make_turn(5, 3, all_rows=make_rows(6))])
+def test_router_targets_want_all_rows(turn: Completion) -> None:
+    with pytest.raises(ValueError, match=r"\d rows from position \d; wanted one for each token"):
+        router_targets(turn, 8)
+
+
+def make_answer(start: int = 3) -> dict[str, Any]:
+    choice = {"index": 0, "token_ids": [1], "routed_experts_start": start}
+    return {"choices": [{**choice, "routed_experts": encode(make_rows(5))}]}
+
+
+def test_reencoded_answer_has_the_same_rows_and_states_their_start() -> None:
+    (choice,) = reencode(make_answer(start=3))["choices"]
+    sent = choice["routed_experts"]
+    rows = np.frombuffer(base64.b64decode(sent["data"]), sent["dtype"]).reshape(sent["shape"])
+    np.testing.assert_array_equal(rows, make_rows(5))
+    assert sent["start"] == 3
+
+
+def test_reencoding_twice_changes_nothing_more() -> None:
+    answer = reencode(make_answer())
+    before = dict(answer["choices"][0]["routed_experts"])
+    assert reencode(answer)["choices"][0]["routed_experts"] == before
+
+
+def test_answer_that_was_aborted_without_rows_says_so() -> None:
+    aborted = {"choices": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]}
+    with pytest.raises(RoutedExpertsError, match="aborted before it had rows"):
+        join([1, 2], [aborted])
