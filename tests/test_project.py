@@ -16,7 +16,15 @@ from packaging.utils import canonicalize_name
 from tests.real import PROJECT
 
 ROOT = PROJECT.root
-PROSE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/rooms.md", "docs/wheel.md"]
+PROSE = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/clients.md",
+    "docs/rooms.md",
+    "docs/wheel.md",
+    "examples/clients/README.md",
+]
 
 # Where digests of the pin may stand again: in patches (context), in dated records, in history.
 RECORDS = ("patches/", "benchmarks/results/", "CHANGELOG.md")

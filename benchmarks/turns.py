@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a rollout of several turns over HTTP: bytes and time of each turn, with all rows sent
+again and with start offsets. Needs no GPU.
+
+    python -m benchmarks.turns --out benchmarks/results/turns-cpu.md
+
+One server with prefix caching and `--routed-experts-opt-in`. In each round three conversations of
+equal lengths, in changing order: silent; all rows in each turn; `routed_experts_prompt_start` at
+the last token of the turns before. Each is the only one that runs. Every conversation has tokens
+of its own, so it hits the prefix cache of its own earlier turns alone. A turn's time ends when its
+rows are an array. The joined rows of the last round are compared with those of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.common import Failure, command, table
+from examples.client import PATH, Completion, join
+from examples.clients.turns import join_turns
+from harness.checkpoint import make_checkpoint
+from harness.server import Server
+
+LAYERS, TOP_K = 16, 8
+MODEL = {
+    "num_hidden_layers": LAYERS,
+    "num_experts": 32,
+    "num_experts_per_tok": TOP_K,
+    "moe_intermediate_size": 32,
+}
+SERVER = [
+    "--enable-return-routed-experts",
+    "--routed-experts-opt-in",
+    "--max-model-len=2048",
+]
+TURNS, NEW, SAMPLED = 5, 300, 32
+# What a turn asks for, by the name of the conversation.
+MODES = ("silent", "all rows", "new rows")
+# Fewer rounds give no verdict.
+ENOUGH_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request.
+
+    Attributes:
+        size: bytes of the answer's body.
+        seconds: from sending the request until its rows are decoded.
+    """
+
+    size: int
+    seconds: float
+    completion: Completion | None
+    tokens: tuple[int, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark with command-line arguments; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the record, Markdown")
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args(argv)
+    try:
+        rounds = measure(args.rounds)
+    except Failure as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    args.out.write_text(report(rounds))
+    print(args.out.read_text())
+    return 0
+
+
+def measure(count: int) -> list[dict[str, list[Turn]]]:
+    """Play the rounds; the turns of each by mode."""
+    rng = np.random.default_rng(0)
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = make_checkpoint(Path(folder) / "model", **MODEL)
+        with (
+            Server(checkpoint, Path(folder) / "server.log", SERVER) as server,
+            httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client,
+        ):
+            for n in range(-1, count):  # the first one warms up
+                order = [MODES[(n + i) % len(MODES)] for i in range(len(MODES))]
+                played = {mode: list(converse(client, mode, rng)) for mode in order}
+                if n >= 0:
+                    rounds.append(played)
+            check(client, [turn for turn in played["new rows"] if turn.completion])
+    return rounds
+
+
+def converse(client: httpx.Client, mode: str, rng: np.random.Generator) -> Iterator[Turn]:
+    """One conversation."""
+    said: list[int] = []
+    for _ in range(TURNS):
+        start = max(0, len(said) - 1) if mode == "new rows" else 0
+        prompt = [*said, *(int(t) for t in rng.integers(4, 700, NEW))]
+        turn = ask(client, prompt, start, silent=mode == "silent")
+        said = [*prompt, *turn.tokens]
+        yield turn
+
+
+def ask(client: httpx.Client, prompt: list[int], start: int = 0, *, silent: bool = False) -> Turn:
+    sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": SAMPLED}
+    if not silent:
+        sampling |= {"return_routed_experts": True, "routed_experts_prompt_start": start}
+    body = {"token_ids": prompt, "sampling_params": sampling}
+    began = time.perf_counter()
+    reply = client.post(PATH, json=body)
+    if reply.status_code != 200:
+        raise Failure(f"the server answered {reply.status_code}: {reply.text[:200]}")
+    answer = reply.json()
+    completion = None if silent else join(prompt, [answer])[0]
+    seconds = time.perf_counter() - began
+    return Turn(len(reply.content), seconds, completion, tuple(answer["choices"][0]["token_ids"]))
+
+
+def check(client: httpx.Client, turns: list[Turn]) -> None:
+    """The rows of the turns joined are those of the whole sequence."""
+    joined = join_turns([turn.completion for turn in turns if turn.completion])
+    whole = ask(client, [*joined.prompt, *joined.token_ids]).completion
+    assert whole is not None
+    same = np.sort(joined.rows, axis=-1) == np.sort(whole.rows[: len(joined.rows)], axis=-1)
+    if not same.all():
+        wrong = int((~same.all(axis=(1, 2))).sum())
+        raise Failure(f"{wrong} joined rows are others than those of the whole sequence")
+
+
+def report(rounds: list[dict[str, list[Turn]]]) -> str:
+    """The record."""
+
+    def millis(mode: str, turn: int) -> float:
+        return 1e3 * statistics.median(played[mode][turn].seconds for played in rounds)
+
+    def kilobytes(mode: str, turn: int) -> float:
+        return statistics.median(played[mode][turn].size for played in rounds) / 1e3
+
+    def ratio(mode: str, turn: int) -> str:
+        if len(rounds) < ENOUGH_ROUNDS:
+            return "no verdict"
+        values = sorted(
+            played[mode][turn].seconds / played["silent"][turn].seconds for played in rounds
+        )
+        quarter = len(values) // 4
+        low, middle, high = values[quarter], statistics.median(values), values[-quarter - 1]
+        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+    head = ["Turn", "Prompt tokens", *(f"{mode}, kB" for mode in MODES)]
+    head += [*(f"{mode}, ms" for mode in MODES), *(f"{mode} / silent" for mode in MODES[1:])]
+    lines = []
+    for turn in range(TURNS):
+        tokens = NEW * (turn + 1) + SAMPLED * turn
+        lines.append(
+            [
+                str(turn + 1),
+                str(tokens),
+                *(f"{kilobytes(mode, turn):,.1f}" for mode in MODES),
+                *(f"{millis(mode, turn):,.0f}" for mode in MODES),
+                *(ratio(mode, turn) for mode in MODES[1:]),
+            ]
+        )
+    sums = {mode: sum(kilobytes(mode, turn) for turn in range(TURNS)) for mode in MODES}
+    setting = (
+        f"{LAYERS} layers, top-{TOP_K}, uint8; {NEW} new and {SAMPLED} sampled tokens a turn; "
+        f"prefix caching; {len(rounds)} rounds; {os.cpu_count()} cores, at the end "
+        f"with a load average of {os.getloadavg()[2]:.0f} in 15 minutes; "
+        f"vllm {importlib.metadata.version('vllm')}. Medians of the rounds; ratios within a round, "
+        "their median and middle half."
+    )
+    whole = (
+        f"All turns: {sums['all rows']:,.0f} kB with all rows each time, "
+        f"{sums['new rows']:,.0f} kB with new rows alone, {sums['silent']:,.0f} kB without "
+        "rows. Joined rows of the last conversation equal those of its whole sequence."
+    )
+    title = f"# A rollout of {TURNS} turns over HTTP"
+    run = f"`python {' '.join(command())}`: {setting}"
+    return "\n\n".join([title, run, table(head, lines).rstrip(), whole]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
