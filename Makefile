@@ -48,8 +48,8 @@ DEMO = $(addprefix --out $(MADE)/demo --on ,$(OTHER))
 TESTS = $(if $(OTHER),tests/$(LINE),$(patsubst %,--ignore=tests/%,$(filter-out $(LINE),$(LINES))))
 # The name that `make image` gives.
 IMAGE ?= vllm-routed-experts
-# The base wheels that wheel-cuda and verify-cuda take.
-CUDA ?= cuda cuda-aarch64
+# The base wheels that wheel-cuda and verify-cuda take: those of the line's pin.
+CUDA ?= $(shell sed -n 's/^\[wheel\.\(cuda[a-z0-9-]*\)\]$$/\1/p' patches/$(LINE)/upstream.toml)
 
 digest = $(shell { $(1); } 2>/dev/null | sha256sum | cut -c 1-16)
 files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
@@ -167,8 +167,8 @@ check: lint apply ## Lint; check the series; check that exporting it changes not
 	$(TOOLS) series export --check
 
 .PHONY: check-patches
-check-patches: $(INSTALLED) #> Every patch at its own place: imports, linters, types, the tests it touches
-	@exec $(PY) -m tools --on $(LINE) upstream check-patches --out $(RECORDS)/check-patches.md
+check-patches: $(INSTALLED) #> Every patch at its own place (ARGS=--alone: on the release): imports, linters, types, tests
+	@exec $(PY) -m tools --on $(LINE) upstream check-patches --out $(RECORDS)/check-patches$(findstring -alone,$(ARGS)).md $(ARGS)
 
 .PHONY: lint
 lint: $(TOOLS_LOCKED) #> Run every linter on every committed file

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import Toy, write_files
+from tests.tools.toy import HEADERS, Toy, write_files
+from tools.common.errors import ToolError
 from tools.common.git import Git
+from tools.series.series import read_series, with_needs
 from tools.upstream import check_patches, hubcache
 from tools.upstream.check_patches import (
     CHECKS,
@@ -17,6 +19,7 @@ from tools.upstream.check_patches import (
     TYPES,
     Checker,
     Finding,
+    Place,
     places,
 )
 
@@ -97,6 +100,14 @@ def test_a_breach_is_named(series: Toy, check: str, said: str, name: str, text: 
     assert not found[check].good
     assert found[check].said == said
     assert found[check].details
+
+
+def test_markdown_is_checked_with_the_configuration_of_the_release(series: Toy) -> None:
+    config = {check_patches.MARKDOWN_CONFIG: "MD013: false\n"}
+    series.commit("[Doc] Write a long line", {"docs/rows.md": f"# Rows\n\n{'rows ' * 30}rows\n"})
+    series.commit("[Doc] Allow it", {**config, "docs/more.md": f"# Rows\n\n{'rows ' * 30}rows\n"})
+    before, after = checked(series, LINTERS)
+    assert (before[LINTERS].good, after[LINTERS].good) == (False, True)
 
 
 def test_a_later_patch_does_not_repair_an_earlier_one(series: Toy) -> None:
@@ -189,10 +200,41 @@ def test_the_verb_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
     )
 
 
+def stand_alone(toy: Toy, name: str) -> Place:
+    """The place of a patch on the release with what it needs. The first brings the hooks."""
+    series = read_series(toy.patches / "series")
+    git = Git(toy.tree)
+    where = dict(zip((p.name for p in series), places(git), strict=True))
+    checker = Checker(git, toy.root / "site", toy.build / "check-patches")
+    return checker.stand_alone(name, [where[other] for other in with_needs(series, [name])])
+
+
+def test_a_patch_alone_stands_on_the_release_with_what_it_needs(series: Toy) -> None:
+    series.commit("[Core] Count", GOOD)
+    series.commit("[Core] Stand aside", {"vllm/aside.py": HEADER})
+    series.commit("[Core] Double", {"vllm/twice.py": HEADER}, "Needs: count.patch\n" + HEADERS)
+    series.do("series", "export")
+    place = stand_alone(series, "double.patch")
+    git = Git(series.build / "check-patches" / "vllm")
+    assert [change.path for change in place.changes] == ["vllm/twice.py"]
+    there = git.files(place.commit)
+    assert "vllm/rows.py" in there
+    assert "vllm/aside.py" not in there
+
+
+def test_a_patch_that_does_not_apply_alone_is_refused(series: Toy) -> None:
+    series.commit("[Core] Count", GOOD)
+    series.commit("[Core] Break", {"vllm/rows.py": ROWS.replace("len(rows)", "0")})
+    series.do("series", "export")
+    with pytest.raises(ToolError, match="does not apply to the release with what it needs") as said:
+        stand_alone(series, "break.patch")
+    assert "vllm/rows.py" in str(said.value.found)
+
+
 def test_the_record_shows_what_failed() -> None:
     good, bad = Finding(True, "fine"), Finding(False, "ruff check", "E501 Line too long")
     findings = {**dict.fromkeys(CHECKS, good), LINTERS: bad}
-    record = check_patches.render([("rows.patch", findings)], "About.")
+    record = check_patches.render([("rows.patch", findings)], "Title", "About.")
     assert "| `rows.patch` | fine | **ruff check** | fine | fine |" in record
     assert "`rows.patch`, linters:\n\n```text\nE501 Line too long\n```\n" in record
 

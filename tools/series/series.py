@@ -3,7 +3,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,6 +51,16 @@ def before(series: Series, name: str) -> Series:
         expected = "one of: " + ", ".join(names)
         raise ToolError("the series has no such patch", found=name, expected=expected)
     return series[: names.index(name)]
+
+
+def with_needs(patches: Iterable[Patch], names: Iterable[str]) -> list[str]:
+    """The named patches, those that they need and those that these need, in order."""
+    known = {patch.name: patch for patch in patches}
+    found, more = set[str](), set(names)
+    while more:
+        found |= more
+        more = {need for name in more for need in known[name].needs} - found
+    return [name for name in known if name in found]
 
 
 def fingerprint(series: Series, pin: Pin) -> str:

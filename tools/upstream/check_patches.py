@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every patch at its own place in the series, as a pull request that stops there would be.
+"""Every patch at its own place in the series, as a pull request that stops there would be; or, with
+``--alone``, on the release with what it needs.
 
 vLLM imports, its own linters pass on the files that the patch touches, mypy finds no error that the
 commit before does not have, and the tests that the patch touches pass.
@@ -14,18 +15,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.common.cli import add_path, add_tree, tell
+from tools.common.cli import add_flag, add_path, add_tree, tell
 from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.markdown import table
 from tools.common.pin import Project
-from tools.series.series import read_series
+from tools.series.series import read_series, with_needs
 from tools.series.tree import BASE_REF, open_tree
 from tools.upstream.hubcache import recipe
 from tools.upstream.testrun import PASSED, SKIPPED, is_test_file, run_file, test_environment
@@ -64,6 +65,8 @@ for name in sys.argv[1:]:
 # Programs of the environment, then vLLM's own hooks; all take file names.
 RUFF = (("ruff", "check", "--no-cache"), ("ruff", "format", "--check", "--no-cache"))
 MARKDOWN = ("rumdl", "check", "--no-cache")
+# The linter finds its configuration at the top of the tree by itself, newer releases' not.
+MARKDOWN_CONFIG = "tools/pre_commit/.markdownlint.yaml"
 HOOKS = (
     "check_spdx_header",
     "check_forbidden_imports",
@@ -83,6 +86,7 @@ CHECKS = (IMPORTS, LINTERS, TYPES, TESTS)
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patches", nargs="*", metavar="PATCH", help="only these (default: all)")
+    add_flag(parser, "--alone", "each on the release, above what its Needs: names only")
     add_path(parser, "--out", "where the table goes, as Markdown")
     add_path(parser, "--installed", "where the wheel of the series is (default: this Python)")
     add_tree(parser)
@@ -97,11 +101,17 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     verify_installed(project, installed)
     git = open_tree(project)
     checker = Checker(git, find_site(installed), project.build / "check-patches")
+    series = read_series(project.series_file)
+    stand = {patch.name: place for patch, place in zip(series, places(git), strict=True)}
     start = time.monotonic()
     rows = []
-    for patch, place in zip(read_series(project.series_file), places(git), strict=True):
+    for patch in series:
         if arguments.patches and patch.name not in arguments.patches:
             continue
+        place = stand[patch.name]
+        if arguments.alone:
+            stack = [stand[name] for name in with_needs(series, [patch.name])]
+            place = checker.stand_alone(patch.name, stack)
         findings = {}
         for check in CHECKS:
             found = findings[check] = checker.check(place, check)
@@ -109,15 +119,20 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             tell(f"{time.monotonic() - start:5.0f} s  {patch.name:36}  {check:8}  {said}")
         rows.append((patch.name, findings))
     if arguments.out:
+        title, command = "Every patch at its own place", "make check-patches"
+        where = "each with those before it and none after it"
+        if arguments.alone:
+            title, command = "Every patch alone", f"{command} ARGS=--alone"
+            where = "each on the release, above the patches that its `Needs:` names and no others"
         about = (
-            f"{len(rows)} patches on vLLM {project.pin.version}, each with those before it and "
-            "none after it, on a CPU. Imports: the modules it touches, and the server's. Linters: "
-            "vLLM's own rules and hooks (SPDX headers among them) pass on the files it touches. "
-            "Types: mypy finds nothing that it does not find before the patch. Tests: the files "
-            "it touches. `make check-patches` writes this file."
+            f"{len(rows)} patches on vLLM {project.pin.version}, {where}, on a CPU. Imports: the "
+            "modules it touches, and the server's. Linters: vLLM's own rules and hooks (SPDX "
+            "headers among them) pass on the files it touches. Types: mypy finds nothing that it "
+            f"does not find before the patch. Tests: the files it touches. `{command}` writes this "
+            "file."
         )
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(render(rows, about), encoding="utf-8")
+        arguments.out.write_text(render(rows, title, about), encoding="utf-8")
     failed = [
         f"{name}, {check}: {found.said}\n{found.details}"
         for name, findings in rows
@@ -131,7 +146,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             next_step="correct the patch (CONTRIBUTING.md, Editing a patch), run it again",
             details="\n".join(failed).splitlines(),
         )
-    print(f"series: {len(rows)} patches pass at their own places")
+    print(f"series: {len(rows)} patches pass {'alone' if arguments.alone else 'in their places'}")
 
 
 class Finding(NamedTuple):
@@ -185,6 +200,31 @@ class Checker:
         """Files of this kind that the patch adds or changes."""
         changes = self.git.changes(*place)
         return [c.path for c in changes if c.status != "D" and c.path.endswith(suffix)]
+
+    def stand_alone(self, name: str, stack: Sequence[Place]) -> Place:
+        """A patch on the release, above only those that it needs.
+
+        Args:
+            name: of the patch.
+            stack: the places of those that it needs, and its own last, in the series.
+
+        Raises:
+            ToolError: They do not apply without the rest of the series.
+        """
+        self._go_to(BASE_REF)
+        git = Git(self.tree)
+        commits = [place.commit for place in stack]
+        if git.run("cherry-pick", *commits, accept=(0, 1)).returncode:
+            found = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
+            git.run("cherry-pick", "--abort")
+            raise ToolError(
+                "a patch does not apply to the release with what it needs",
+                where=name,
+                found=f"conflicts in {found}",
+                next_step="name the patch that it stands on in its Needs:, or change it",
+            )
+        self._at = git.text("rev-parse", "HEAD")
+        return Place(git.text("rev-parse", f"{self._at}~1"), self._at)
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         """The result that an earlier run stored under this name, or a new one."""
@@ -251,7 +291,9 @@ class Checker:
             for hook in HOOKS:
                 commands[hook] = (sys.executable, f"tools/pre_commit/{hook}.py", *python)
         if markdown:
-            commands[" ".join(MARKDOWN[:2])] = (*MARKDOWN, *markdown)
+            there = (self.tree / MARKDOWN_CONFIG).exists()
+            config = ("--config", MARKDOWN_CONFIG) if there else ()
+            commands[" ".join(MARKDOWN[:2])] = (*MARKDOWN, *config, *markdown)
         failed = {}
         for name, command in commands.items():
             status, said = self._run(*command)
@@ -334,7 +376,7 @@ def _tail(text: str, lines: int = 12) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
-def render(rows: Iterable[tuple[str, dict[str, Finding]]], about: str) -> str:
+def render(rows: Iterable[tuple[str, dict[str, Finding]]], title: str, about: str) -> str:
     """The record of all checks, as Markdown: a row for each patch by file name."""
     cells, details = [], []
     for name, findings in rows:
@@ -345,7 +387,7 @@ def render(rows: Iterable[tuple[str, dict[str, Finding]]], about: str) -> str:
             if not found.good:
                 details += [f"`{name}`, {check}:", "", "```text", found.details, "```", ""]
     titles = ["Patch", *(check.capitalize() for check in CHECKS)]
-    lines = ["# Every patch at its own place", "", about, "", *table(titles, cells)]
+    lines = [f"# {title}", "", about, "", *table(titles, cells)]
     if details:
         lines += ["", "## What failed", "", *details[:-1]]
     return "\n".join(lines) + "\n"

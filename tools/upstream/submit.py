@@ -24,7 +24,7 @@ from tools.common.pin import Project
 from tools.series.apply import apply_series
 from tools.series.check import check_needs
 from tools.series.patch import Patch
-from tools.series.series import Series, read_series
+from tools.series.series import Series, read_series, with_needs
 from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
 from tools.upstream.check_patches import IMPORTS, LINTERS, TESTS, Checker, Finding, Place
@@ -182,21 +182,13 @@ class Maker:
     person: Person
     trailers: Sequence[str]
 
-    def with_needs(self, names: Sequence[str]) -> set[str]:
-        """The patches, those that they need, and those that these need."""
-        found, more = set(), set(names)
-        while more:
-            found |= more
-            more = {need for name in more for need in self.patches[name].needs} - found
-        return found
-
     def stack(self, names: Sequence[str]) -> tuple[list[str], str]:
         """The patches with what they need below them, on the base; their names and last commit.
 
         Where one does not fit, it needs the last earlier patch that touches the same files too.
         """
         order = list(self.patches)
-        inside = self.with_needs(names)
+        inside = set(with_needs(self.patches.values(), names))
         while True:
             listed = sorted(inside, key=order.index)
             failed = self._try(listed)
@@ -216,7 +208,7 @@ class Maker:
                     next_step="move the series there first: series rebase --onto <version>, or "
                     "choose a base nearer to the pin",
                 )
-            inside |= self.with_needs(more[-1:])
+            inside |= set(with_needs(self.patches.values(), more[-1:]))
 
     def _try(self, names: Sequence[str]) -> tuple[str, set[str]] | None:
         """Commit these patches on the base; the first that conflicts, and the files."""
