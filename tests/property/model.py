@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A naive model of what the workers do, for the real scheduler to be driven with.
 
-It has no KV cache and no batch: a row is a function of the whole sequence up to its token and
-of the weights, so that a row of another position, request, draft or weight update is never
-right by chance. The next token is a function of the sequence, so that drafts can be right.
+It has no KV cache and no batch: `sequence.py` says what its tokens and rows are.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,33 +14,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
 from vllm.v1.routed_experts import get_routed_experts_start
 
-VOCABULARY = 50
+from tests.property.sequence import next_token, propose, true_row
+
 MOE_LAYERS = (0, 1)
-
-
-def _hash(tokens: Sequence[int]) -> int:
-    return zlib.crc32(np.asarray(tokens, dtype=np.int32).tobytes())
-
-
-def next_token(tokens: Sequence[int]) -> int:
-    """What the model samples after `tokens`."""
-    return _hash(tokens) % VOCABULARY
-
-
-def propose(tokens: Sequence[int], is_right: Iterable[bool]) -> list[int]:
-    """Drafts of what follows `tokens`, each one right or wrong."""
-    tokens, drafts = list(tokens), []
-    for right in is_right:
-        token = next_token(tokens)
-        drafts.append(token if right else (token + 1) % VOCABULARY)
-        tokens.append(drafts[-1])
-    return drafts
-
-
-def true_row(tokens: Sequence[int], position: int, weights: int) -> np.ndarray:
-    """(2 layers, 2 experts) uint16: the row of one position, told by its whole prefix."""
-    value = _hash(tokens[: position + 1])
-    return np.array([[value & 0xFFFF, value >> 16], [position, weights]], dtype=np.uint16)
 
 
 @dataclass

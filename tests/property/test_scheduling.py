@@ -42,7 +42,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.routed_experts import get_routed_experts_start
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.property.model import MOE_LAYERS, VOCABULARY, Worker, propose, true_row
+from tests.property.model import MOE_LAYERS, Worker
+from tests.property.sequence import VOCABULARY, propose, true_row
 
 BLOCK = 4
 MAX_LEN = 48

@@ -1,0 +1,624 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler with both sides of its connector, in random interleavings, against a naive model:
+no row lost, doubled, invented, taken from another request or from other weights.
+
+The model runner is ours (`Runner`); scheduler, scheduler-side and worker-side connector are those
+that are installed. The setups of `PLAIN` hold on the release as well, those of `MENDED` do not:
+`test_release.py` shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.config import DeviceConfig, VllmConfig
+from vllm.distributed.aux_output_connector import worker as worker_side
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.property.sequence import VOCABULARY, next_token, propose, true_row
+
+BLOCK = 4
+MAX_LEN = 48
+EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "150"))
+# Tokens that end a session's part.
+STOPS = list(range(0, VOCABULARY, 3))
+# The rows of tokens that were computed from KV that did not load.
+GARBAGE = np.full((2, 2), 0xFFFF, dtype=np.uint16)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine runs, and what may happen to it."""
+
+    asynchronous: bool = False
+    # Steps that may be on their way at a time.
+    depth: int = 1
+    drafts: int = 0
+    num_blocks: int = 14
+    chunk: int = 7
+    connector: bool = False
+    # Operations beside requests, steps and aborts.
+    also: tuple[str, ...] = ()
+
+
+PLAIN = {
+    "synchronous": Setup(),
+    "synchronous, resets": Setup(also=("reset",)),
+    "asynchronous": Setup(asynchronous=True, depth=2),
+    "batch queue": Setup(depth=3),
+    "drafts": Setup(drafts=3),
+    "asynchronous drafts": Setup(asynchronous=True, depth=2, drafts=3),
+    "KV connector": Setup(connector=True, also=("reload",)),
+}
+MENDED = {
+    # Synchronous and without drafts: the scheduler keeps every token that is computed, so that the
+    # latest computation of a block is certain.
+    "weights without a reset": Setup(also=("update",)),
+    "resets with a step in flight": Setup(asynchronous=True, depth=2, also=("reset",)),
+    "failed loads": Setup(connector=True, also=("reload", "fail")),
+    "asynchronous sessions": Setup(asynchronous=True, depth=2, also=("session",)),
+    "everything": Setup(asynchronous=True, depth=3, drafts=2, also=("reset", "session", "silent")),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def block_hashes() -> None:
+    init_none_hash(sha256)
+
+
+@cache
+def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    config.model_config = SimpleNamespace(
+        is_deepseek_mla=False,
+        is_diffusion=False,
+        is_encoder_decoder=False,
+        max_model_len=MAX_LEN,
+        multimodal_config=None,
+        return_sampling_mask=False,
+        runner_type="generate",
+        skip_tokenizer_init=True,
+        supports_multimodal_inputs=False,
+        uses_mrope=False,
+    )
+    config.cache_config.num_gpu_blocks = setup.num_blocks
+    config.cache_config.enable_prefix_caching = True
+    config.cache_config.block_size = BLOCK
+    config.scheduler_config.max_num_seqs = 6
+    config.scheduler_config.max_num_batched_tokens = setup.chunk
+    config.scheduler_config.max_num_scheduled_tokens = setup.chunk
+    config.scheduler_config.scheduler_reserve_full_isl = False
+    config.scheduler_config.watermark = 0.0
+    config.scheduler_config.async_scheduling = setup.asynchronous
+    config.aux_output_config.enable_return_routed_experts = True
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return config, KVCacheConfig(setup.num_blocks, [], [KVCacheGroupSpec(["full"], spec)])
+
+
+def make_scheduler(setup: Setup, config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
+    scheduler = (AsyncScheduler if setup.asynchronous else Scheduler)(
+        vllm_config=config,
+        kv_cache_config=kv_cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        log_stats=False,
+    )
+    scheduler.use_v2_model_runner = True
+    scheduler.num_lookahead_tokens = setup.drafts
+    scheduler.num_spec_tokens = setup.drafts
+    if isinstance(scheduler, AsyncScheduler):
+        scheduler._spec_token_placeholders = [-1] * setup.drafts
+    if setup.connector:
+        scheduler.connector = Connector()
+        scheduler.recompute_kv_load_failures = True
+        scheduler.aux_output_connector = AuxOutputSchedulerConnector(
+            scheduler.kv_cache_manager, scheduler.connector
+        )
+    return scheduler
+
+
+@dataclass
+class Connector:
+    """Has the KV of every other prompt, at once or a step later."""
+
+    # By request: indices of the blocks whose load the last pass began.
+    loads: dict[str, range] = field(default_factory=dict)
+    found_from: int = 0
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int, bool]:
+        kind = int(request.request_id) % 4
+        if kind < 2:
+            return 0, False
+        self.found_from = num_computed
+        # Only a load between steps may bring the whole prompt.
+        found = (request.num_prompt_tokens - (kind == 2)) // BLOCK * BLOCK - num_computed
+        return max(found, 0), kind == 3 and found > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external: int) -> None:
+        if num_external:
+            stop = self.found_from + num_external
+            self.loads[request.request_id] = range(self.found_from // BLOCK, stop // BLOCK)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        return False, None
+
+    def take_events(self) -> tuple[()]:
+        return ()
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return (0,)
+
+    def __getattr__(self, name: str) -> Any:
+        """Nothing to do or to say for the rest."""
+        return lambda *args, **kwargs: None
+
+
+@dataclass
+class Step:
+    """A step on its way."""
+
+    scheduled: SchedulerOutput
+    output: ModelRunnerOutput
+    pending: Any
+    # By request: the rows of its positions as they were computed, this step included.
+    truth: dict[str, list[np.ndarray]]
+
+    def consume(self) -> None:
+        """What the output thread does when the copy has arrived."""
+        if self.pending is not None:
+            self.output.aux_output_connector_output = self.pending.process_output()
+            self.pending = None
+
+
+class Runner:
+    """Runs steps as the model runner does, with the worker's side of the connector."""
+
+    def __init__(self, setup: Setup, config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+        self.weights = 0
+        self.tokens: dict[str, list[int]] = {}
+        self.num_prompt_tokens: dict[str, int] = {}
+        self.truth: dict[str, list[np.ndarray]] = {}
+        # Tokens that were computed, less rejected drafts.
+        self.num_done: dict[str, int] = {}
+        # The worker makes the drafts itself, of which the scheduler knows the number only.
+        self.proposes = setup.asynchronous and setup.drafts > 0
+        self.draft_is_right: list[bool] = []
+        # Rows of each block, named by all tokens up to its end, as it was computed last.
+        self.latest: dict[tuple[int, ...], list[np.ndarray]] = {}
+        self.rows = np.empty((0, 2, 2), np.uint16)
+        capturer = SimpleNamespace(
+            shape_per_token=(2, 2),
+            output_dtype_name="uint16",
+            snapshot_routing_data=lambda count: torch.from_numpy(self.rows[:count]),
+        )
+        sizes = {
+            "scheduler_config": config.scheduler_config,
+            "cache_config": config.cache_config,
+            "parallel_config": config.parallel_config,
+            "kv_transfer_config": None,
+            "aux_output_config": config.aux_output_config,
+            "max_concurrent_batches": setup.depth,
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_side, "RoutedExpertsCapturer", lambda **_: capturer)
+            patch.setattr(worker_side, "bind_routed_experts_capturer", lambda *_: None)
+            patch.setattr(worker_side, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
+            self.connector = worker_side.AuxOutputWorkerConnector(
+                vllm_config=SimpleNamespace(**sizes), model=None, kv_cache_config=kv_cache
+            )
+
+    def execute(self, scheduled: SchedulerOutput, spoiled: set[str]) -> Step:
+        """Process the scheduled tokens; sample where the last known one is among them.
+
+        Args:
+            scheduled: the step.
+            spoiled: requests whose KV did not load.
+        """
+        starts = self._update(scheduled)
+        self.connector.begin_step(scheduled.aux_output_connector_metadata)
+        req_ids = list(scheduled.num_scheduled_tokens)
+        fresh = {new.req_id for new in scheduled.scheduled_new_reqs}
+        rows, sampled, rejected = [], [], []
+        for req_id in req_ids:
+            count = scheduled.num_scheduled_tokens[req_id]
+            start = min(starts[req_id], self.num_done.get(req_id, starts[req_id]))
+            stop = start + count
+            known = self.tokens[req_id]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(req_id, [])
+            if self.proposes and req_id not in fresh:  # theirs are padding
+                drafts = propose(known, self.draft_is_right[: len(drafts)])
+            fed = [*known, *drafts]
+            mine = [
+                GARBAGE if req_id in spoiled else true_row(fed, position, self.weights)
+                for position in range(start, stop)
+            ]
+            rows += mine
+            tokens: list[int] = []
+            if stop >= len(known):
+                tokens.append(next_token(known))
+                for draft in drafts:
+                    if draft != tokens[-1]:
+                        break
+                    tokens.append(next_token([*known, *tokens]))
+                known += tokens
+            done = min(stop, len(known) - 1)
+            self.num_done[req_id] = done
+            sampled.append(tokens)
+            rejected.append(stop - done)
+            truth = self.truth.setdefault(req_id, [])
+            if not truth:  # a hit, perhaps of blocks that an earlier request of the step computes
+                assert start % BLOCK == 0
+                for end in range(BLOCK, start + 1, BLOCK):
+                    truth += self.latest[tuple(known[:end])]
+            truth[start:] = mine[: done - start]
+            for end in range((start // BLOCK + 1) * BLOCK, done + 1, BLOCK):
+                self.latest[tuple(known[:end])] = truth[end - BLOCK : end]
+        pending = None
+        if req_ids:
+            counts = [scheduled.num_scheduled_tokens[req_id] for req_id in req_ids]
+            self.rows = np.stack(rows)
+            pending = self.connector.prepare_output(
+                SimpleNamespace(
+                    req_ids=req_ids,
+                    query_start_loc_np=np.cumsum([0, *counts]),
+                    num_computed_tokens_np=np.array([starts[req_id] for req_id in req_ids]),
+                )
+            )
+            pending.enqueue_cpu_copy(np.array([len(t) for t in sampled]), np.array(rejected))
+        output = ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            sampled_token_ids=sampled,
+        )
+        return Step(scheduled, output, pending, {r: list(self.truth[r]) for r in req_ids})
+
+    def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
+        """Take over what the scheduler says of requests; the first position of each."""
+        for req_id in {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}:
+            self.truth.pop(req_id, None)
+            self.num_done.pop(req_id, None)
+        starts = {}
+        for new in scheduled.scheduled_new_reqs:
+            req_id, start = new.req_id, new.num_computed_tokens
+            tokens = list(new.prefill_token_ids)
+            if req_id in self.truth:  # a session goes on
+                del self.truth[req_id][start:]
+            self.tokens[req_id] = tokens
+            self.num_prompt_tokens[req_id] = len(new.prompt_token_ids)
+            self.num_done[req_id] = starts[req_id] = start
+        cached = scheduled.scheduled_cached_reqs
+        for req_id, start, num_output_tokens in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        ):
+            # The scheduler threw away what was sampled from KV that did not load.
+            del self.tokens[req_id][self.num_prompt_tokens[req_id] + num_output_tokens :]
+            starts[req_id] = start
+        return starts
+
+
+class Engine:
+    """Scheduler and runner, with steps on their way, and what the clients were handed."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        config, kv_cache = make_config(setup)
+        self.scheduler = make_scheduler(setup, config, kv_cache)
+        self.runner = Runner(setup, config, kv_cache)
+        self.requests: dict[str, Request] = {}
+        self.steps: deque[Step] = deque()
+        # Position behind the last row that each client was handed.
+        self.ends: dict[str, int] = {}
+        # Index of the block that the next load loses.
+        self.lose: int | None = None
+        # Blocks whose KV did not load, or was computed from such KV.
+        self.spoiled: set[int] = set()
+
+    def make_request(self, req_id: str, prompt: list[int], max_tokens: int, **more: Any) -> Request:
+        session = more.pop("session", False)
+        # A stop that the scheduler does not foresee finds steps on their way.
+        more["stop_token_ids"] = STOPS if session else []
+        return Request(
+            request_id=req_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
+            resumable=session,
+        )
+
+    def add(self, prompt: list[int], max_tokens: int, start: int = 0, **more: Any) -> None:
+        if more.get("return_routed_experts") is False and "silent" not in self.setup.also:
+            return
+        req_id = str(len(self.requests))
+        start = min(start, len(prompt))
+        request = self.make_request(
+            req_id, prompt, max_tokens, routed_experts_prompt_start=start, **more
+        )
+        self.requests[req_id] = request
+        self.ends[req_id] = start
+        self.scheduler.add_request(request)
+
+    def add_turn(self, index: int, tail: list[int], max_tokens: int) -> None:
+        """Continue what a request has so far."""
+        if self.requests:
+            prompt = [*self.requests[str(index % len(self.requests))].all_token_ids, *tail]
+            if len(prompt) + max_tokens < MAX_LEN:
+                self.add(prompt, max_tokens)
+
+    def reload(self, prompt: list[int], kind: int, lose: int | None) -> None:
+        """Ask for a prompt whose KV has left the GPU: the connector loads it, or loses a block."""
+        prompt = [*prompt, *range(2 * BLOCK)]
+        self.add(prompt, 1)
+        self.drain()
+        self.add(list(range(VOCABULARY, VOCABULARY + MAX_LEN - 2)), 1)
+        self.drain()
+        while len(self.requests) % 4 != kind:
+            self.add([1], 1)
+        if lose is not None:
+            self.fail(lose)
+        self.add(prompt, 3)
+
+    def converse(
+        self, prompt: list[int], max_tokens: int, start: int, tails: list[list[int]]
+    ) -> None:
+        """Begin a session, whose next parts wait for it."""
+        self.add(prompt, max_tokens, start, session=True)
+        for tail in tails:
+            self.extend(-1, tail, max_tokens, 0)
+
+    def extend(self, index: int, tail: list[int], max_tokens: int, start: int) -> None:
+        """Send the next part of a session."""
+        open_sessions = self.open_sessions()
+        if open_sessions:
+            request = open_sessions[index % len(open_sessions)]
+            new = SimpleNamespace(prompt_token_ids=tail, max_tokens=max_tokens)
+            parts = [*request.streaming_queue, new]
+            more = sum(len(part.prompt_token_ids) + part.max_tokens for part in parts)
+            if request.num_prompt_tokens + request.max_tokens + more < MAX_LEN:
+                self.scheduler.add_request(
+                    self.make_request(
+                        request.request_id,
+                        tail,
+                        max_tokens,
+                        session=True,
+                        routed_experts_prompt_start=min(start, len(tail)),
+                    )
+                )
+
+    def open_sessions(self) -> list[Request]:
+        return [
+            request
+            for request in self.requests.values()
+            if request.resumable
+            and not request.is_finished()
+            and None not in request.streaming_queue
+        ]
+
+    def schedule(self, draft_is_right: list[bool]) -> None:
+        if self.scheduler.has_unfinished_requests():
+            self.step(draft_is_right)
+        while len(self.steps) >= self.setup.depth:
+            self.deliver()
+
+    def step(self, draft_is_right: list[bool]) -> None:
+        self.runner.draft_is_right = draft_is_right
+        if self.setup.drafts and not self.runner.proposes:
+            running = self.scheduler.running
+            is_right = draft_is_right[: self.setup.drafts]
+            drafts = [propose(request.all_token_ids, is_right) for request in running]
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds([request.request_id for request in running], drafts)
+            )
+        scheduled = self.scheduler.schedule()
+        if not self.setup.connector:
+            self.steps.append(self.runner.execute(scheduled, set()))
+            return
+        loaded, spoiled = self.load(scheduled)
+        step = self.runner.execute(scheduled, spoiled)
+        step.output.kv_connector_output = loaded
+        self.steps.append(step)
+
+    def load(self, scheduled: SchedulerOutput) -> tuple[KVConnectorOutput, set[str]]:
+        """What the KV connector did in the step, and the requests that use what it lost."""
+        loads, self.scheduler.connector.loads = self.scheduler.connector.loads, {}
+        block_ids = {
+            req_id: self.scheduler.kv_cache_manager.get_block_ids(req_id)[0]
+            for req_id in {*loads, *scheduled.num_scheduled_tokens}
+        }
+        lost = set()
+        if loads and self.lose is not None:
+            req_id, blocks = next(iter(loads.items()))
+            lost = {block_ids[req_id][blocks[self.lose % len(blocks)]]}
+            self.lose = None
+        # What was spoiled before is computed before anybody uses it.
+        self.spoiled = set(lost)
+        spoiled = set()
+        # Who shares a block comes behind the request that computes it.
+        for req_id, count in scheduled.num_scheduled_tokens.items():
+            computed = self.requests[req_id].num_computed_tokens - count
+            written = block_ids[req_id][computed // BLOCK : -(-(computed + count) // BLOCK)]
+            if self.spoiled & {*block_ids[req_id][: -(-computed // BLOCK)]}:
+                spoiled.add(req_id)
+                self.spoiled |= {*written}
+            else:
+                self.spoiled -= {*written}
+        received = {r for r in loads if r not in scheduled.num_scheduled_tokens}
+        return KVConnectorOutput(finished_recving=received, invalid_block_ids=lost), spoiled
+
+    def fail(self, block: int) -> None:
+        if "fail" in self.setup.also:
+            self.lose = block
+
+    def consume(self) -> None:
+        """The copy of the oldest rows arrives, before the scheduler asks for them."""
+        for step in self.steps:
+            if step.pending is not None:
+                step.consume()
+                return
+
+    def deliver(self) -> None:
+        if not self.steps:
+            return
+        step = self.steps.popleft()
+        step.consume()
+        outputs = self.scheduler.update_from_output(step.scheduled, step.output)
+        for output in (output for client in outputs.values() for output in client.outputs):
+            request = self.requests[output.request_id]
+            asks = getattr(request.sampling_params, "return_routed_experts", None) is not False
+            if output.routed_experts is None:
+                continue
+            assert asks
+            start = self.ends[output.request_id]
+            self.ends[output.request_id] = end = start + len(output.routed_experts)
+            truth = [np.empty((0, 2, 2), np.uint16), *step.truth[output.request_id][start:end]]
+            np.testing.assert_array_equal(
+                output.routed_experts, np.concatenate([row.reshape(-1, 2, 2) for row in truth])
+            )
+            assert not (output.routed_experts == GARBAGE).all((1, 2)).any()
+
+    def abort(self, index: int) -> None:
+        # The release caches what a request loads that ends meanwhile.
+        if self.requests and not (self.spoiled and self.steps):
+            req_id = str(index % len(self.requests))
+            self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, running: bool) -> None:
+        """The weights change; the prefix cache is reset, and running requests begin anew."""
+        if "reset" in self.setup.also and self.scheduler.reset_prefix_cache(running):
+            self.runner.weights += 1
+            self.runner.latest.clear()
+
+    def update(self) -> None:
+        """The weights change while no request is there, without a reset."""
+        if "update" in self.setup.also:
+            self.drain()
+            self.runner.weights += 1
+
+    def drain(self) -> None:
+        for request in self.open_sessions():
+            self.scheduler.add_request(self.make_request(request.request_id, [], 1))
+        for _ in range(2000):
+            if not (self.scheduler.has_unfinished_requests() or self.steps):
+                return
+            if self.scheduler.has_unfinished_requests():
+                self.schedule([True] * self.setup.drafts)
+            else:
+                self.deliver()
+        raise AssertionError("the scheduler does not finish its requests")
+
+    def check(self) -> None:
+        """Everybody has all rows that were asked for, and nothing is left of the requests."""
+        for req_id, request in self.requests.items():
+            asks = getattr(request.sampling_params, "return_routed_experts", None) is not False
+            if asks and request.status != RequestStatus.FINISHED_ABORTED:
+                assert self.ends[req_id] == max(request.num_tokens - 1, self.ends[req_id])
+        self.step([])  # brings the worker the end of the last requests
+        worker, scheduler_side = self.runner.connector, self.scheduler.aux_output_connector
+        worker._store._queue.join()
+        assert not worker._requests
+        assert not worker._pending_outputs
+        assert not worker._buffer._requests
+        assert len(worker._buffer._free_slots) == len(worker._buffer._rows)
+        for request in self.requests.values():
+            self.check_stored(request)
+        kept = [key for keys in scheduler_side._kv_cached.values() for key in keys]
+        keys = worker_side.routed_experts_keys(kept, str(scheduler_side._generation))
+        assert worker._store._store._references == dict.fromkeys(keys, 1)
+
+    def check_stored(self, request: Request) -> None:
+        """Every block of the request that is cached has the rows of its latest computation."""
+        store = self.runner.connector._store
+        pool = self.scheduler.kv_cache_manager.block_pool
+        generation = str(self.scheduler.aux_output_connector._generation)
+        for index, block_hash in enumerate(request.block_hashes):
+            if pool.get_cached_block(block_hash, [0]) is None:
+                continue
+            data = store.get_concatenated(worker_side.routed_experts_keys([block_hash], generation))
+            rows = np.frombuffer(data, np.uint16).reshape(BLOCK, 2, 2)
+            truth = self.runner.latest[tuple(request.all_token_ids[: (index + 1) * BLOCK])]
+            np.testing.assert_array_equal(rows, np.stack(truth))
+
+
+# Few different tokens at few lengths: requests share prefixes often.
+PROMPTS = st.builds(
+    lambda family, length, tail: [(family * 7 + i) % VOCABULARY for i in range(length)] + tail,
+    st.integers(0, 1),
+    st.integers(1, 24),
+    st.lists(st.integers(0, 3), max_size=2),
+)
+TAILS = st.lists(st.integers(0, 3), min_size=1, max_size=3)
+DRAFTS = st.lists(st.booleans(), min_size=3, max_size=3)
+STARTS = st.sampled_from([0, 0, 0, 5, 100])
+
+
+def operation(name: str, *arguments: Any, **more: Any) -> st.SearchStrategy[Any]:
+    return st.tuples(st.just(name), st.tuples(*arguments), st.fixed_dictionaries(more))
+
+
+COMMON = [
+    operation("add", PROMPTS, st.integers(1, 12), STARTS),
+    operation("add", PROMPTS, st.integers(1, 12), STARTS),
+    operation("add_turn", st.integers(0, 20), TAILS, st.integers(1, 6)),
+    *[operation("schedule", DRAFTS)] * 3,
+    operation("consume"),
+    operation("deliver"),
+    operation("abort", st.integers(0, 20)),
+]
+MORE = {
+    "silent": [operation("add", PROMPTS, st.integers(1, 12), return_routed_experts=st.just(False))],
+    "session": [
+        operation("converse", PROMPTS, st.integers(1, 6), STARTS, st.lists(TAILS, max_size=3)),
+        *[operation("extend", st.integers(0, 5), TAILS, st.integers(1, 5), st.integers(0, 2))] * 2,
+    ],
+    "reset": [operation("reset", st.booleans())],
+    "update": [operation("update")],
+    "reload": [
+        operation("reload", PROMPTS, st.integers(2, 3), st.one_of(st.none(), st.integers(0, 5)))
+    ],
+    "fail": [operation("fail", st.integers(0, 5))],
+}
+
+
+@pytest.mark.parametrize("setup", [*PLAIN.values(), *MENDED.values()], ids=[*PLAIN, *MENDED])
+def test_every_request_gets_exactly_its_rows(setup: Setup) -> None:
+    operations = [*COMMON, *(operation for name in setup.also for operation in MORE[name])]
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(st.one_of(operations), min_size=4, max_size=40))
+    def interleave(operations: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+        engine = Engine(setup)
+        try:
+            for name, arguments, more in operations:
+                getattr(engine, name)(*arguments, **more)
+            engine.drain()
+            engine.check()
+        finally:
+            engine.runner.connector.close()
+
+    interleave()
