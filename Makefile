@@ -134,7 +134,7 @@ soak: $(INSTALLED) #> Ten thousand requests with random aborts: nothing may be l
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: it must survive them
-	@exec $(PY) -m pytest -m slow tests/behaviour/test_fuzz.py
+	@exec $(PY) -m pytest -m slow tests/$(or $(OTHER),behaviour)/test_fuzz.py
 
 .PHONY: stress-eplb
 stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules of real threads, without a GPU

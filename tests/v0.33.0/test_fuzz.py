@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No request stops the server of this line or harms the next one.
+
+Requests and helpers are those of the first line's `tests/behaviour/test_fuzz.py`. Here the two
+arguments are fields of the request, read as pydantic reads them: "yes" is true, 1.0 is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+
+from harness import oracle
+from harness.server import Server
+from tests.behaviour.test_fuzz import (
+    ARGUMENTS,
+    ASK,
+    ENDPOINTS,
+    HUGE,
+    KNOWN,
+    SEED,
+    START,
+    find,
+    post,
+    streamed_error,
+    write_body,
+)
+
+pytestmark = pytest.mark.slow
+
+LINE = Path(__file__).parent.name
+EXAMPLES = 40
+# Where the two arguments stand.
+PLACES: dict[str, tuple[str, ...]] = {
+    "/inference/v1/generate": ("sampling_params",),
+    "/v1/completions": (),
+    "/v1/chat/completions": (),
+}
+NEVER = ("1.5", "NaN", "Infinity", "1e400", '""', '"1e3"', '"\\u0000"', "[]", "[1]", "{}", *HUGE)
+HOSTILE = [
+    *((ASK, value) for value in (*NEVER, "2", "-1", '"' + "x" * 100_000 + '"')),
+    *((START, value) for value in (*NEVER, "-1", "65", "1000000", '"x"', "null")),
+]
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--enable-return-routed-experts", "--max-model-len=64", "--enforce-eager"]
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    env = {"VLLM_MAX_N_SEQUENCES": "4"}
+    with Server(model, log=log, args=arguments, env=env, line=LINE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def check_server(server: Server, model: Path) -> Callable[[], None]:
+    """Checks that the server is alive and right."""
+    probe = list(range(5, 14))
+    first = server.generate(probe, max_tokens=3)
+    routes = oracle.route(model, [*probe, *first.token_ids])
+
+    def check() -> None:
+        answer = server.generate(probe, max_tokens=3)
+        assert answer.token_ids == first.token_ids
+        assert answer.rows is not None
+        assert oracle.compare(answer.rows, routes).agree == len(answer.rows)
+
+    return check
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_hostile_value_is_a_400_that_names_the_argument(
+    server: Server, check_server: Callable[[], None], path: str
+) -> None:
+    for name, value in HOSTILE:
+        for stream in (False, True):
+            body = write_body(server, path, PLACES[path], f'{{"{name}": {value}}}', stream=stream)
+            status, text = post(server, path, body)
+            assert status == 400, (name, value[:40], text)
+            assert name in text, (name, value[:40], text)
+        check_server()
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_requests_from_the_schema_do_no_harm(
+    server: Server, check_server: Callable[[], None], path: str
+) -> None:
+    schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
+    answered = set()
+
+    @seed(SEED)
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=schema[path]["POST"].as_strategy(), arguments=ARGUMENTS, valid=st.booleans())
+    def send(case: Any, arguments: dict[str, Any], valid: bool) -> None:
+        if valid and isinstance(case.body, dict):
+            case.body.update(model=server.checkpoint, **ENDPOINTS[path])
+            find(case.body, PLACES[path]).update(arguments)
+        if isinstance(case.body, dict):
+            assume(not any(known(case.body) for known in KNOWN.values()))
+        reply = case.call(timeout=120)
+        answered.add(reply.status_code)
+        status = streamed_error(reply.text) or reply.status_code
+        # 501 is the answer to, say, a file within a message.
+        assert status < 500 or status == 501, reply.text
+        check_server()
+
+    send()
+    assert {200, 400} <= answered
+
+
+def test_log_names_no_error(server: Server) -> None:
+    """After all requests of this module."""
+    lines = server.log.read_text(errors="replace").splitlines()
+    assert any('" 200 ' in line for line in lines)
+    wrong = [
+        line
+        for line in lines
+        if " 500 Internal Server Error" in line
+        or (
+            line.startswith(("(EngineCore", "(Worker"))
+            and (" ERROR " in line or "Traceback" in line)
+        )
+    ]
+    assert wrong[:5] == []
