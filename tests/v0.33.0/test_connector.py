@@ -524,9 +524,9 @@ class Engine:
                 self.schedule([True] * self.setup.drafts)
             else:
                 self.deliver()
-        # With few blocks, loads and failed loads can leave the scheduler waiting for ever. Which
-        # rows it would return then cannot be said.
-        assume(not self.setup.connector)
+        # With few blocks, failed loads can leave the scheduler waiting for ever, and it is not
+        # understood why. Which rows it would return then cannot be said.
+        assume("fail" not in self.setup.also)
         raise AssertionError("the scheduler does not finish its requests")
 
     def check(self) -> None:
