@@ -41,6 +41,19 @@ def test_an_applied_series_is_all_there_and_clean(toy: Toy) -> None:
         assert re.fullmatch(r"Pending +\d+ +\d+ +applied", said[name])
 
 
+def test_lines_that_a_later_patch_changes_are_counted(toy: Toy) -> None:
+    before = status(toy)["churn"]
+    assert before.startswith("0 of ")
+    envs = toy.tree / "vllm" / "envs.py"
+    envs.write_text("FIRST = 1\nSECOND = 2\n" + envs.read_text())
+    git(toy.tree, "commit", "--all", "--message=Add settings")
+    envs.write_text(envs.read_text().replace("SECOND = 2", "SECOND = 3"))
+    git(toy.tree, "commit", "--all", "--message=Change one")
+    number, _, lines, *_ = before.split()
+    after = status(toy)["churn"].split()
+    assert (int(number), int(after[0]), int(after[2])) == (0, 1, int(lines) + 3)
+
+
 def test_status_changes_nothing(toy: Toy) -> None:
     before = everything(toy)
     status(toy)

@@ -21,6 +21,7 @@ from tools.series.tree import APPLIED_REF, BASE_REF, open_tree, read_record, una
 from tools.source.index import Index, releases
 
 EXAMPLE = "--offline"
+PACKAGE = "vllm"
 APPLIED, CHANGED, ABSENT = "applied", "differs", "not applied"
 
 
@@ -98,6 +99,7 @@ def report(
             states[patch.name] = APPLIED if commits[patch.name] == patch.data else CHANGED
     same = list(states.values()).count(APPLIED)
     yield "applied", f"{same} of {count} as they are, in {project.tree}"
+    yield "churn", _churn(git)
     yield "export", _export(project)
     drift = list(_drift(git, project, series))
     for said in drift or ["none"]:
@@ -113,6 +115,33 @@ def _commits(git: Git, series: Series) -> dict[str, bytes]:
     except ToolError:  # two commits of one name: the export says so
         return {}
     return {name: draft.data for name, draft in zip(names, drafts, strict=True)}
+
+
+def _churn(git: Git) -> str:
+    """How many of the lines that patches add to vLLM, later patches change or remove."""
+    added = [
+        sum(int(row.split()[0]) for row in _numstat(git, f"{commit}^", commit))
+        for commit in git.commits("--no-merges", f"{BASE_REF}..HEAD")
+    ]
+    # Lines of the base are marked with a caret.
+    remain = sum(
+        not line.startswith("^")
+        for row in _numstat(git, "--diff-filter=d", BASE_REF, "HEAD")
+        for line in git.text(
+            "blame", "-s", f"{BASE_REF}..HEAD", "--", row.split("\t")[2]
+        ).splitlines()
+    )
+    lost = sum(added) - remain
+    share = f"{lost / remain:.1%}" if remain else "none"
+    return (
+        f"{lost} of {_count(sum(added), 'line')} that patches add to {PACKAGE}/ do not remain, "
+        f"{share} of those that do; a patch adds at most {max(added, default=0)}"
+    )
+
+
+def _numstat(git: Git, *arguments: str) -> list[str]:
+    rows = git.text("diff", "--numstat", "--no-renames", *arguments, "--", PACKAGE).splitlines()
+    return [row for row in rows if not row.startswith("-")]  # binary
 
 
 def _export(project: Project) -> str:
