@@ -105,6 +105,8 @@ class Engine:
         requests = {r.request_id: Request.from_engine_core_request(r, None) for r in waiting}
         asking = [r for r in requests.values() if RoutedExpertsManager.is_opted_in(r)]
         manager = RoutedExpertsManager()
+        for request in asking:
+            manager.on_request_scheduled(request, 0)
         position = 0
         began = time.monotonic()
         for number in range(load.steps):
@@ -121,9 +123,11 @@ class Engine:
             message = EngineCoreOutputs(outputs=outputs)
             end = load.prompt + (number + 1) * load.tokens - 1
             if asking:
+                manager.on_step_scheduled(number + 1)
                 manager.update(self.rows_of(asking, position, end), requests, number + 1)
                 for request in asking:
-                    manager.take(request)
+                    if request.is_finished():
+                        manager.free(request)
                 manager.pack({0: message}, requests)
             self.send(message)
             position = end

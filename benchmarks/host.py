@@ -147,7 +147,8 @@ def front_end(load: Load, asks: bool, address: str, parent: Connection) -> None:
         received = clock()
         message: EngineCoreOutputs = decoder.decode(frames)
         decoded = clock()
-        outputs = processor.process_outputs(message.outputs, routed_experts=message.routed_experts)
+        processor.add_routed_experts(message)
+        outputs = processor.process_outputs(message.outputs)
         processed = clock()
         for output in outputs.request_outputs:
             rows = output.outputs[0].routed_experts

@@ -113,9 +113,11 @@ def test_scheduler_keeps_nothing_of_the_memory_that_rows_came_in() -> None:
     step = make_output(5, np.uint8).routed_experts
     expected = step.rows.copy()
     manager = RoutedExpertsManager()
-    manager.update(step, {"a": request})
+    manager.on_request_scheduled(request, 0)
+    manager.on_step_scheduled(1)
+    manager.update(step, {"a": request}, 1)
     request.append_output_token_ids(7)
     outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7])])
     manager.pack({request.client_index: outputs}, {"a": request})
     step.rows[:] = 0
-    np.testing.assert_array_equal(outputs.routed_experts.rows, expected)
+    np.testing.assert_array_equal(np.concatenate(outputs.routed_experts.rows), expected)

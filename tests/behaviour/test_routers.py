@@ -91,11 +91,13 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     context = SimpleNamespace(dp_metadata=None, token_offset=0)
     monkeypatch.setattr(capturers, "get_forward_context", lambda: context)
     monkeypatch.setattr(pipeline, "get_pp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(capturers, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
 
     def bind(routers: dict[int, Any]) -> Any:
         config = SimpleNamespace(
             model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
+            parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
         )
         modules = torch.nn.ModuleList([Layer(i, router) for i, router in routers.items()])
         return capturers.RoutedExpertsCapturer.bind(modules, config, torch.device("cpu"))

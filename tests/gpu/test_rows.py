@@ -47,13 +47,15 @@ class Tap:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         import vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe as oai
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            RoutedExpertsCapturer,
+        )
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         self.buffers: dict[int, torch.Tensor] = {}
         self.steps: list[tuple[Any, dict[int, torch.Tensor]]] = []
         select_experts = BaseRouter.select_experts
-        snapshot = GPUModelRunner._snapshot_routed_experts
+        take_rows = RoutedExpertsCapturer.take_rows
         oai_forward = oai.triton_kernel_moe_forward
 
         def keep(capture_fn: Any, router_logits: Any) -> None:
@@ -73,26 +75,24 @@ class Tap:
             keep(capture_fn, gating_output)
             return oai_forward(gating_output=gating_output, capture_fn=capture_fn, **kw)
 
-        def tapped_snapshot(runner: Any, num_scheduled_tokens: list[int], *more: Any) -> Any:
-            tensors = snapshot(runner, num_scheduled_tokens, *more)
+        def tapped_take_rows(capturer: Any, batch: Any, starts: np.ndarray, *more: Any) -> Any:
+            tensors = take_rows(capturer, batch, starts, *more)
             if tensors is not None:
-                req_ids = runner.input_batch.req_ids
-                starts = np.cumsum([0, *num_scheduled_tokens])
                 tokens = np.concatenate(
                     [
                         np.arange(starts[i], starts[i + 1])
-                        for i, req_id in enumerate(req_ids)
+                        for i, req_id in enumerate(batch.req_ids)
                         if req_id in tensors.req_ids
                     ]
                 )
-                index = torch.from_numpy(tokens).to(runner.device)
+                index = torch.from_numpy(tokens).to(capturer.buffer.device)
                 logits = {layer: b[index] for layer, b in self.buffers.items()}
                 self.steps.append((tensors, logits))
             return tensors
 
         patch.setattr(BaseRouter, "select_experts", tapped_select)
         patch.setattr(oai, "triton_kernel_moe_forward", tapped_oai_forward)
-        patch.setattr(GPUModelRunner, "_snapshot_routed_experts", tapped_snapshot)
+        patch.setattr(RoutedExpertsCapturer, "take_rows", tapped_take_rows)
 
     def take(self) -> dict[str, dict[int, list[np.ndarray]]]:
         """(layers, experts) float32 of every pass, by request and position, since the last call."""

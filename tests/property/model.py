@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
-from vllm.v1.routed_experts import get_routed_experts_start
+from vllm.v1.routed_experts_params import get_routed_experts_start
 
 from tests.property.sequence import next_token, propose, true_row
 

@@ -24,6 +24,7 @@ from rich.console import Console
 ROOT = Path(__file__).parents[2]
 MANAGER = "v1/core/routed_experts_manager.py"
 STORE = "v1/core/routed_experts_store.py"
+ROWS = "v1/core/paged_rows.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
 
 
@@ -41,65 +42,86 @@ MUTANTS = [
     Mutant(
         "finality off by one",
         MANAGER,
-        "        num_final = request.num_tokens - 1\n        held =",
-        "        num_final = request.num_tokens\n        held =",
+        "            num_final = request.num_tokens - 1\n",
+        "            num_final = request.num_tokens\n",
     ),
     Mutant(
-        "rows of rejected drafts kept",
+        "rows of rejected drafts handed out",
         MANAGER,
-        "        self.truncate(end)\n        if self.end == self.start:",
-        "        if self.end == self.start:",
+        "            ends[i] = min(ends[i], num_final)\n",
+        "",
     ),
     Mutant(
         "hash key dropped",
         STORE,
-        "return make_block_hash_with_group_id(block_hash, self.group_id)",
-        "return make_block_hash_with_group_id(hashes[0], self.group_id)",
+        "make_block_hash_with_group_id(hashes[index], self._group_id)",
+        "make_block_hash_with_group_id(hashes[0], self._group_id)",
     ),
     Mutant(
-        "cap removed", MANAGER, "        return num_known\n", "        return request.num_tokens\n"
-    ),
-    Mutant(
-        "epoch ignored",
+        "cap removed",
         MANAGER,
-        "if step is not None and step_number > self._reset_step:",
-        "if step is not None:",
+        "        return min(start, num_cached_tokens)\n",
+        "        return num_cached_tokens\n",
     ),
     Mutant(
-        "pending ignored",
+        "rows of void steps count",
         MANAGER,
-        "                num_final = position + len(rows)\n",
-        "                continue\n",
+        "        slots[self._void_step[slots] >= self._processed_step] = -1\n",
+        "",
+    ),
+    Mutant(
+        "steps on their way void after a failed load or a reset",
+        MANAGER,
+        "        self._expected.pop(slot, None)\n        self._void_step[slot] = self._step\n",
+        "        self._expected.pop(slot, None)\n",
+    ),
+    Mutant(
+        "rows of a former slot lost",
+        MANAGER,
+        "                    slots[step.req_ids.index(req_id)] = slot\n",
+        "                    pass\n",
     ),
     Mutant(
         "unsent rows survive a reset",
         MANAGER,
-        "            held.truncate(held.start)\n",
+        "            self._restart(self._slots.get(req_id), 0)\n",
         "            pass\n",
     ),
     Mutant(
         "store survives a reset",
         MANAGER,
-        "            self.store.clear()\n\n    def free(",
-        "            pass\n\n    def free(",
+        "            self.store.clear()\n        self._remove_former()",
+        "            pass\n        self._remove_former()",
     ),
     Mutant(
         "evicted blocks stay in the store",
         STORE,
-        "            del self._entries[key]\n\n    def clear",
-        "            pass\n\n    def clear",
-    ),
-    Mutant(
-        "view instead of copy",
-        MANAGER,
-        "self.append(BlockRows(rows.copy()), 0, len(rows))",
-        "self.append(BlockRows(rows), 0, len(rows))",
+        "        self._remove(key)\n        return True\n",
+        "        return True\n",
     ),
     Mutant(
         "handed out rows sent again",
         MANAGER,
-        "            rows = rows[self.start - position :]\n",
-        "            pass\n",
+        "        self._rows.start[slots] = np.maximum(starts, ends)\n",
+        "",
+    ),
+    Mutant(
+        "rows of a preempted request forgotten at once",
+        MANAGER,
+        "            if last_step <= self._processed_step:\n",
+        "            if True:\n",
+    ),
+    Mutant(
+        "blocks of a preempted request counted on",
+        MANAGER,
+        "            self._discard_expected(slot)\n            # A step in flight",
+        "            # A step in flight",
+    ),
+    Mutant(
+        "slot kept after a preemption",
+        MANAGER,
+        "        self._leave(request.request_id)\n        slot = self._get_slot(request)\n",
+        "        slot = self._get_slot(request)\n",
     ),
     Mutant(
         "steps before a resumption count",
@@ -108,27 +130,15 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "rows of steps before a resumption kept",
-        MANAGER,
-        "if step.step_number >= request.resumed_step:",
-        "if True:",
-    ),
-    Mutant(
         "finished request not freed",
         SCHEDULER,
-        "            self.routed_experts_manager.free(request)\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "rows of a failed load kept",
-        MANAGER,
-        "r for r, last in self._failed_steps.items() if step_number <= last",
-        "r for r, last in self._failed_steps.items() if False",
+        "        self.routed_experts_manager.free(request)\n",
+        "",
     ),
     Mutant(
         "rows of received blocks expected",
         MANAGER,
-        "        if block_index * self.store.block_size < num_received:\n            return\n",
+        "        if block_index * self._rows.page_size < num_received:\n            return\n",
         "",
     ),
     Mutant(
@@ -138,58 +148,10 @@ MUTANTS = [
         "return True",
     ),
     Mutant(
-        "garbage of drafts stored",
-        MANAGER,
-        "        self._end[slots] = np.minimum(self._end[slots], ends)\n",
-        "        pass\n",
-    ),
-    Mutant(
-        "page of a large block lost",
-        MANAGER,
-        "            self._chunks.setdefault(slot, []).append(self._pages[slot].copy())\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "draft rows handed out with the step's",
-        MANAGER,
-        "            counts[i] = max(0, min(counts[i], num_final - starts[i]))\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "rows nobody took are lost",
-        MANAGER,
-        "                    self._keep(request, step, index)\n",
-        "                    pass\n",
-    ),
-    Mutant(
-        "outputs taken for those of the step in order",
-        MANAGER,
-        "in_order = req_ids == step.req_ids",
-        "in_order = len(req_ids) == len(step.req_ids)",
-    ),
-    Mutant(
-        "slot keeps the position of another request",
-        MANAGER,
-        "            self._next[slot] = start\n",
-        "            self._next[slot] = max(start, self._next[slot])\n",
-    ),
-    Mutant(
-        "rows of the block before kept with a new one",
-        MANAGER,
-        "            self._chunks.pop(slot, None)\n        for slot in slots[~ends_block]",
-        "            pass\n        for slot in slots[~ends_block]",
-    ),
-    Mutant(
-        "full block not begun anew",
-        MANAGER,
-        "        self._begin[slots[ends_block]] = ends[ends_block]\n",
-        "",
-    ),
-    Mutant(
         "rows counted on that a failed load does not bring",
         MANAGER,
-        "for req_id, held in self._rows.items() if held.counts_on(lost)",
-        "for req_id, held in self._rows.items() if False",
+        "if self._rows.has_any(self._slots.get(req_id), lost)",
+        "if False",
     ),
     Mutant(
         "blocks behind a failed load used",
@@ -198,10 +160,70 @@ MUTANTS = [
         "invalid_block_ids = set()",
     ),
     Mutant(
-        "rows of a failed load put where others belong",
+        "rows of others kept in the step",
         MANAGER,
-        "if len(rows) > len(slots) or not applies.all():",
-        "if not applies.all():",
+        "            rows = rows[spans(offsets[chosen], counts[chosen])[1]]\n",
+        "            rows = rows[: counts[chosen].sum()]\n",
+    ),
+    Mutant(
+        "slot keeps the position of another request",
+        ROWS,
+        "        self.start[slot] = start\n",
+        "        self.start[slot] = max(start, self.start[slot])\n",
+    ),
+    Mutant(
+        "page dropped before its block is cached",
+        ROWS,
+        "        lasts = np.minimum(lasts, self.first_kept[slots])\n",
+        "",
+    ),
+    Mutant(
+        "handed out pages never dropped",
+        ROWS,
+        "        self._first[slots] = lasts\n        self.release(pages[pages != _NO_PAGE])\n",
+        "        self._first[slots] = lasts\n",
+    ),
+    Mutant(
+        "released page given away in the same pass",
+        ROWS,
+        "            self._released.append(free)\n",
+        "            self._released.append(free)\n            self.reclaim()\n",
+    ),
+    Mutant(
+        "page that is used again given away",
+        ROWS,
+        "        pages = pages[self._references[pages] == 0]\n        self._released = []",
+        "        self._released = []",
+    ),
+    Mutant(
+        "shared page not counted",
+        ROWS,
+        "        self._references[pages] += 1\n",
+        "",
+    ),
+    Mutant(
+        "page of the store not counted",
+        STORE,
+        "        self._rows.retain(page)\n",
+        "",
+    ),
+    Mutant(
+        "first rows of a shared page left out",
+        ROWS,
+        "        np.minimum.at(part_begins, parts, begins)\n",
+        "        part_begins[:] = begins[chosen]\n",
+    ),
+    Mutant(
+        "last rows of a shared page left out",
+        ROWS,
+        "        np.maximum.at(part_ends, parts, begins + counts)\n",
+        "        part_ends[:] = (begins + counts)[chosen]\n",
+    ),
+    Mutant(
+        "slice goes on in another array",
+        ROWS,
+        "        follows &= ~np.isin(offsets[1:], cuts)\n",
+        "",
     ),
 ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import MagicMock
@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.routed_experts import get_routed_experts_start
+from vllm.v1.routed_experts_params import get_routed_experts_start
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.property.model import MOE_LAYERS, Worker
@@ -73,29 +73,27 @@ class Setup:
     num_seqs: int = 6
     # How many times the requests of a group that an operation asks for.
     crowd: int = 1
-    # Of a block, in the array in which its rows are collected.
-    pages: int = 2
 
 
 SETUPS = {
     "synchronous": Setup(),
-    "asynchronous": Setup(asynchronous=True, depth=2, pages=1),
+    "asynchronous": Setup(asynchronous=True, depth=2),
     # Pipeline stages: several steps are on their way, also of a request that is preempted.
     "batch queue": Setup(depth=3),
     "asynchronous batch queue": Setup(asynchronous=True, depth=3),
-    "drafts": Setup(drafts=3, pages=1),
+    "drafts": Setup(drafts=3),
     # The worker proposes the drafts, and the scheduler learns later which were right.
     "asynchronous drafts": Setup(asynchronous=True, depth=2, drafts=3),
-    "hybrid": Setup(sliding_window=True, num_blocks=24, pages=1),
+    "hybrid": Setup(sliding_window=True, num_blocks=24),
     # A hit holds the blocks of the window only: those before it may be evicted meanwhile.
     "window only": Setup(sliding_window=True, full_attention=False),
     # More requests at a time than there is room for at first.
-    "crowd": Setup(num_blocks=160, chunk=40, num_seqs=40, crowd=8, pages=1),
+    "crowd": Setup(num_blocks=160, chunk=40, num_seqs=40, crowd=8),
     # A request may be preempted in the pass that has scheduled it already.
     "priorities": Setup(priorities=True),
     "no prefix cache": Setup(caching=False),
     "decode context parallel": Setup(context_parallel=2),
-    "KV connector": Setup(connector=True, num_blocks=80, chunk=24, pages=1),
+    "KV connector": Setup(connector=True, num_blocks=80, chunk=24),
     "KV connector, no prefix cache": Setup(connector=True, num_blocks=40, caching=False),
     "KV connector, failed loads end": Setup(
         connector=True, num_blocks=80, chunk=24, loads_end=True
@@ -110,14 +108,6 @@ SETUPS = {
 @pytest.fixture(scope="module", autouse=True)
 def block_hashes() -> None:
     init_none_hash(sha256)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_are_many() -> Iterator[None]:
-    """The few requests here are handled by arrays, unless there is only one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.v1.core.routed_experts_manager.FEW_REQUESTS", 1)
-        yield
 
 
 def make_scheduler(setup: Setup) -> Scheduler:
@@ -151,16 +141,14 @@ def make_scheduler(setup: Setup) -> Scheduler:
     scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, config)
     assert scheduler_block == BLOCK
     scheduler_class = AsyncScheduler if setup.asynchronous else Scheduler
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.v1.core.routed_experts_manager._MAX_PAGE_SIZE", BLOCK // setup.pages)
-        scheduler = scheduler_class(
-            vllm_config=config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=scheduler_block,
-            hash_block_size=hash_block,
-            log_stats=False,
-        )
+    scheduler = scheduler_class(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=scheduler_block,
+        hash_block_size=hash_block,
+        log_stats=False,
+    )
     scheduler.num_lookahead_tokens = setup.drafts
     if isinstance(scheduler, AsyncScheduler):
         scheduler.num_spec_tokens = setup.drafts
@@ -366,11 +354,10 @@ class Engine:
             if (packed := client.routed_experts) is None:
                 continue
             assert packed.moe_layers == MOE_LAYERS
-            offset = 0
-            for index, start, num_rows in packed.slices.tolist():
+            all_rows = np.concatenate(packed.rows)
+            for index, start, offset, num_rows in packed.slices.T.tolist():
                 req_id = client.outputs[index].request_id
-                rows = packed.rows[offset : offset + num_rows]
-                offset += num_rows
+                rows = all_rows[offset : offset + num_rows]
                 assert len(rows) == num_rows
                 chunks = self.handed[req_id]
                 first = self.starts.setdefault(req_id, start)
@@ -378,7 +365,6 @@ class Engine:
                 # Whatever was computed before a weight update ended with it.
                 assert (rows[:, 1, 1] == self.worker.weights).all()
                 chunks.append(rows)
-            assert offset == len(packed.rows)
 
     def abort(self, index: int) -> None:
         # The release caches what a request loads that ends meanwhile.
@@ -430,16 +416,22 @@ class Engine:
             assert all(cached.get_one_block(key) is not None for key in store._entries)
             for request in self.requests.values():
                 self.check_store(store, request)
+        pages = self.manager._rows
+        pages.reclaim()
+        assert pages.num_used_pages == (0 if store is None else len(store))
 
     def check_store(self, store: RoutedExpertsStore, request: Request) -> None:
         """Every block of the request that is stored has the rows of its tokens."""
         tokens = list(request.all_token_ids)
+        pages = self.manager._rows
         for index in range(len(tokens) // BLOCK):
-            block = store.get(request, index)
-            if block is None or block.rows is None:
-                continue
-            for position, row in enumerate(block.rows, index * BLOCK):
-                np.testing.assert_array_equal(row, true_row(tokens, position, self.worker.weights))
+            for page in store.find(request, index, index + 1).tolist():
+                # No step is on its way.
+                assert not pages._is_pending[page]
+                rows = pages._rows[page * BLOCK : (page + 1) * BLOCK]
+                for position, row in enumerate(rows, index * BLOCK):
+                    expected = true_row(tokens, position, self.worker.weights)
+                    np.testing.assert_array_equal(row, expected)
 
 
 def is_error(request: Request) -> bool:
@@ -586,11 +578,9 @@ def test_rows_of_rejected_drafts_are_not_stored(name: str) -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("pages", [1, 2])
 @pytest.mark.parametrize("steps", range(1, 2 * BLOCK + 2))
-def test_request_that_is_left_alone_stores_its_blocks(steps: int, pages: int) -> None:
-    """Its rows came with others', by arrays, and now come one by one."""
-    engine = Engine(Setup(num_blocks=80, chunk=64, pages=pages))
+def test_request_that_is_left_alone_stores_its_blocks(steps: int) -> None:
+    engine = Engine(Setup(num_blocks=80, chunk=64))
     for first in (1, 2):
         engine.add(list(range(first, first + 2 * BLOCK)), 4 * BLOCK)
     for _ in range(steps):

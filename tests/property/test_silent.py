@@ -7,18 +7,22 @@ import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.routed_experts_manager import NoRoutedExperts
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.property.test_scheduling import BLOCK, Engine, Setup
 
 PROMPT = list(range(3 * BLOCK))
-OURS = [tracemalloc.Filter(True, f"*{name}*") for name in ("routed_experts", "numpy")]
+OURS = [
+    tracemalloc.Filter(True, f"*{name}*")
+    for name in ("routed_experts", "paged_rows", "request_slots", "numpy")
+]
 
 
 @pytest.fixture(params=[True, False], ids=["synchronous", "asynchronous"])
@@ -40,7 +44,7 @@ def step(engine: Engine) -> list[bytes]:
 
 def test_message_is_that_of_an_engine_without_the_flag(engine: Engine) -> None:
     without = Engine(engine.setup)
-    without.scheduler.routed_experts_manager = None
+    without.scheduler.routed_experts_manager = NoRoutedExperts()
     for one in (engine, without):
         for length in (5, 9, 12):
             one.add(PROMPT[:length], 12, asks=False)
@@ -80,17 +84,9 @@ class Untouched:
 @pytest.mark.parametrize(
     "asking", [set(), {"elsewhere"}], ids=["nobody asks", "those who ask are not scheduled"]
 )
-def test_worker_makes_no_snapshot(asking: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "vllm.v1.worker.gpu_model_runner.get_tp_group", lambda: SimpleNamespace(is_first_rank=True)
-    )
-    runner = SimpleNamespace(
-        routed_experts_req_ids=asking,
-        routed_experts_capturer=Untouched(),
-        parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
-        use_async_spec_decode=False,
-        input_batch=SimpleNamespace(
-            req_ids=["a", "b"], num_computed_tokens_cpu_tensor=np.zeros(2, np.int32)
-        ),
-    )
-    assert GPUModelRunner._snapshot_routed_experts(runner, [1, 1]) is None
+def test_worker_takes_no_rows(asking: set[str]) -> None:
+    capturer = RoutedExpertsCapturer(1, 8, 2, 8, (0,), torch.device("cpu"))
+    capturer.req_ids = asking
+    capturer.buffer = Untouched()  # type: ignore[assignment]
+    batch = SimpleNamespace(req_ids=Untouched(), req_id_to_index={"a": 0, "b": 1})
+    assert capturer.take_rows(batch, Untouched(), Untouched(), 2) is None  # type: ignore[arg-type]
