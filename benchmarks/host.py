@@ -1,334 +1,371 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what rows cost the host per step: in the scheduler, and on the way to the front end.
+"""Measures what rows cost the host, in each process: scheduler, worker, way to the front end.
 
     python -m benchmarks.host --out benchmarks/results/host-cpu.md
 
 It needs no GPU. vLLM's own scheduler, message encoding, socket and output processor run with
-generated tokens and random rows in the shape of DeepSeek-V3: 61 layers, top-8, one byte per id. Two
-engines take turns, step by step. In one every request is silent, in the other all ask, so the
-difference is what rows cost. As in vLLM, each front end is a separate process that receives
-messages through a socket. Two loads: 1,024 running requests that decode, and 64 requests of 4,000
-tokens that finish in one step. Milliseconds are processor time of the thread, so that a busy
-machine matters little.
+generated tokens and random rows in the shape of DeepSeek-V3: 61 layers, top-8, one byte per id.
+Engines take turns, step by step: in one the flag is off, in one nobody asks, in others one request
+or all ask. So the difference at the same step is what rows cost. As in vLLM, each front end is a
+separate process that receives messages through a socket. Times are processor time of the thread, so
+that a busy machine matters little. Of the worker, `RoutedExpertsCapturer.take_rows()` is measured,
+with its buffer on the CPU.
+
+vLLM without the series runs beside it if it is there: `make bench` builds it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import gc
+import itertools
 import json
-import multiprocessing
 import platform
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest import mock
 
 import numpy as np
 import torch
 import vllm
-import zmq
-from vllm.config import DeviceConfig, VllmConfig
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
-from vllm.v1.request import Request
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.model_executor.layers.fused_moe import routed_experts_pipeline
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 
-from benchmarks.common import command, table
-
-LAYERS, TOP_K, EXPERTS = 61, 8, 256
-BLOCK = 16
-PARTS = ("schedule", "update", "encode", "send", "receive", "decode", "process")
-WAYS = {"scheduler": PARTS[:2], "to the front end": PARTS[2:]}
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests that all start, and finish, together."""
-
-    name: str
-    requests: int
-    prompt: int
-    output: int
-    batch: int = 16_384
-
-    def __str__(self) -> str:
-        return f"{self.requests:,} requests of {self.prompt:,} in, {self.output:,} out"
-
-
-LOADS = (
-    Load("decode", requests=1024, prompt=64, output=256),
-    Load("finish at once", requests=64, prompt=3_000, output=1_000),
+from benchmarks.builds import ROOT, Build, Variant
+from benchmarks.common import command, table, tell
+from benchmarks.host_engine import (
+    BLOCK,
+    EXPERTS,
+    LAYERS,
+    PARTS,
+    PROCESSES,
+    TOP_K,
+    WAYS,
+    Engine,
+    Load,
+    RemoteEngine,
+    peak_memory,
 )
+from benchmarks.paired import ENOUGH_PAIRS, compare
+
+# What an engine does: whether it is prepared to return rows, and which requests ask for them.
+KINDS = {
+    "off": "the flag is off",
+    "silent": "the flag is on and nobody asks",
+    "one": "one request asks",
+    "all": "all requests ask",
+}
+PRISTINE = ROOT / "build/v0.20.2/pristine/site"
+LABELS = {**{part: (part,) for part in PARTS}, **WAYS, "all": PARTS}
+# Each load with the kinds of engines that take turns, each compared with the one before it. Two of
+# one kind show how much engines differ that do the same.
+DECODE: dict[Load, tuple[str, ...]] = {
+    Load("decode", requests=1024, prompt=64, output=256): ("silent", "all"),
+    Load("drafts", requests=512, prompt=64, output=800, drafts=4): ("silent", "all"),
+    Load("one asks", requests=1024, prompt=64, output=512): ("off", "silent", "silent", "one"),
+    Load("few", requests=8, prompt=64, output=8192, front_end=False): ("off", "silent"),
+    Load("finish at once", requests=64, prompt=3_000, output=1_000): ("silent", "all"),
+}
+BUILDS = Load("builds", requests=1024, prompt=64, output=256)
+GROUPS = [
+    Load(f"group of {n}", requests=10 * n, prompt=8192, output=16, at_once=n, group=n)
+    for n in (64, 256)
+]
+# Load, label, unit, and what it may cost.
+BUDGETS: dict[tuple[str, str, str], tuple[str, float]] = {
+    ("decode", "all", "scheduler"): ("ms", 0.8),
+    ("decode", "all", "to the front end"): ("ms", 0.8),
+    ("drafts", "all", "scheduler"): ("ms", 1.5),
+    ("few", "silent", "scheduler"): ("µs", 2),
+    ("one asks", "one", "scheduler"): ("µs", 30),
+    ("one asks", "one", "to the front end"): ("µs", 30),
+    ("worker", "one", "take_rows"): ("µs", 30),
+    ("group of 64", "all", "longest step"): ("ms", 50),
+    ("group of 64", "all", "peak memory"): ("MB", 16),
+    ("group of 256", "all", "longest step"): ("ms", 100),
+    ("group of 256", "all", "peak memory"): ("MB", 32),
+}
 
 
-def make_scheduler(load: Load) -> Scheduler:
-    max_len = load.prompt + load.output
-    num_blocks = load.requests * (max_len // BLOCK + 2)
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    # No checkpoint: the scheduler reads only a few attributes of the model.
-    config.model_config = MagicMock()
-    config.model_config.skip_tokenizer_init = True
-    config.model_config.is_multimodal_model = False
-    config.model_config.is_encoder_decoder = False
-    config.model_config.max_model_len = max_len
-    config.model_config.enable_return_routed_experts = True
-    config.cache_config = MagicMock()
-    config.cache_config.num_gpu_blocks = num_blocks
-    config.cache_config.enable_prefix_caching = True
-    config.scheduler_config.max_num_seqs = load.requests
-    config.scheduler_config.max_num_batched_tokens = load.batch
-    config.scheduler_config.max_num_scheduled_tokens = load.batch
-    config.scheduler_config.async_scheduling = False
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return Scheduler(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
-        log_stats=False,
-    )
-
-
-def make_requests(load: Load, asks: bool) -> Iterator[EngineCoreRequest]:
-    rng = np.random.default_rng(int(asks))
-    for index in range(load.requests):
-        yield EngineCoreRequest(
-            request_id=str(index),
-            external_req_id=str(index),
-            prompt_token_ids=rng.integers(0, 1000, load.prompt).tolist(),
-            mm_features=None,
-            sampling_params=SamplingParams(
-                max_tokens=load.output,
-                ignore_eos=True,
-                detokenize=False,
-                # As the input processor sets them.
-                return_routed_experts=True if asks else None,
-                routed_experts_prompt_start=0 if asks else None,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-
-
-def front_end(load: Load, asks: bool, address: str, parent: Connection) -> None:
-    """Read an engine's messages until all requests have finished. Sends the seconds of each part to
-    the parent after each message."""
-    processor = OutputProcessor(tokenizer=None, log_stats=False)
-    for request in make_requests(load, asks):
-        processor.add_request(request, None)
-    decoder = MsgpackDecoder(EngineCoreOutputs)
-    socket = zmq.Context.instance().socket(zmq.PULL)
-    socket.connect(address)
-    clock = time.thread_time
-    parent.send({})
-    gc.disable()
-    finished = 0
-    while finished < load.requests:
-        socket.poll()
-        begin = clock()
-        frames = socket.recv_multipart(copy=False)
-        received = clock()
-        message: EngineCoreOutputs = decoder.decode(frames)
-        decoded = clock()
-        processor.add_routed_experts(message)
-        outputs = processor.process_outputs(message.outputs)
-        processed = clock()
-        for output in outputs.request_outputs:
-            rows = output.outputs[0].routed_experts
-            expected = load.prompt + load.output - 1 if asks else None
-            assert (None if rows is None else len(rows)) == expected
-            finished += 1
-        parent.send(
-            {
-                "receive": received - begin,
-                "decode": decoded - received,
-                "process": processed - decoded,
-            }
-        )
-
-
-@dataclass
-class Engine:
-    """Scheduler and socket with a stub of the worker, and its front end."""
-
-    load: Load
-    asks: bool
-    pool: np.ndarray
-    folder: Path
-    steps: list[dict[str, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        address = f"ipc://{self.folder}/{'asking' if self.asks else 'silent'}"
-        self.socket = zmq.Context.instance().socket(zmq.PUSH)
-        self.socket.bind(address)
-        spawn = multiprocessing.get_context("spawn")
-        self.front_end, end = spawn.Pipe()
-        self.process = spawn.Process(
-            target=front_end, args=(self.load, self.asks, address, end), daemon=True
-        )
-        self.process.start()
-        end.close()
-        self.scheduler = make_scheduler(self.load)
-        self.encoder = MsgpackEncoder()
-        hasher = get_request_block_hasher(BLOCK, sha256_cbor)
-        for request in make_requests(self.load, self.asks):
-            self.scheduler.add_request(Request.from_engine_core_request(request, hasher))
-        self.front_end.recv()
-
-    def work(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """What the model runner returns. Not timed."""
-        req_ids = list(scheduled.num_scheduled_tokens)
-        num_rows = list(scheduled.num_scheduled_tokens.values())
-        requests = [self.scheduler.requests[req_id] for req_id in req_ids]
-        ends = [r.num_computed_tokens for r in requests]
-        output = ModelRunnerOutput(
-            req_ids=req_ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
-            sampled_token_ids=[
-                [7] if end >= r.num_tokens else [] for r, end in zip(requests, ends, strict=True)
-            ],
-        )
-        # The worker's memory is new in every step. Both engines allocate it, so that they use the
-        # processor's cache alike.
-        rows = self.pool[: sum(num_rows)].copy()
-        if self.asks:
-            output.routed_experts = RoutedExpertsLists(
-                req_ids=req_ids,
-                num_rows=np.array(num_rows),
-                positions=np.array(ends) - num_rows,
-                rows=rows,
-                moe_layers=tuple(range(LAYERS)),
-            )
-        return output
-
-    def step(self) -> bool:
-        """Run one step and record its milliseconds by part. Returns whether there was a step."""
-        clock = time.thread_time
-        marks = [clock()]
-        scheduled = self.scheduler.schedule()
-        if not scheduled.total_num_scheduled_tokens:
-            return False
-        marks.append(clock())
-        result = self.work(scheduled)
-        begin = clock()
-        outputs = self.scheduler.update_from_output(scheduled, result)
-        took = {"schedule": marks[1] - marks[0], "update": clock() - begin}
-        del result
-        begin = clock()
-        frames = self.encoder.encode(outputs.get(0) or EngineCoreOutputs())
-        encoded = clock()
-        self.socket.send_multipart(frames, copy=False)
-        took |= {"encode": encoded - begin, "send": clock() - encoded}
-        took |= self.front_end.recv()
-        self.steps.append({part: 1e3 * seconds for part, seconds in took.items()})
-        return True
-
-
-def measure(load: Load, seed: int) -> dict[str, Engine]:
-    pool = np.random.default_rng(seed).integers(0, EXPERTS, (load.batch, LAYERS, TOP_K), np.uint8)
-    with tempfile.TemporaryDirectory() as folder:
-        engines = {
-            name: Engine(load, name == "asking", pool, Path(folder))
-            for name in ("silent", "asking")
-        }
+def take_turns(load: Load, engines: Sequence[Engine | RemoteEngine]) -> None:
+    """Start the engines and run the load in all of them, step by step."""
+    tell(f"{load.name}: {load}")
+    rng = np.random.default_rng(0)
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine)
         gc.collect()
         gc.disable()
+        # A random order, so that a slow moment and the processor's cache affect all alike.
         going = True
         while going:
-            # The order alternates, so that a slow moment affects both.
-            order = list(engines.values())[:: 1 if len(engines["silent"].steps) % 2 else -1]
-            stepped = [engine.step() for engine in order]
+            stepped = [engines[i].step() for i in rng.permutation(len(engines))]
             going = all(stepped)
         gc.enable()
-    for engine in engines.values():
-        # It ends when all requests have finished with their rows.
-        engine.process.join(60)
-        assert engine.process.exitcode == 0
-        engine.socket.close(0)
-    return engines
 
 
-def summarize(load: Load, engines: dict[str, Engine]) -> dict[str, Any]:
-    """Milliseconds per decode step, by part and by group of parts: of both engines, and the
-    difference at the same step; also those of the last step, which finishes all requests."""
-    labels = {**{part: (part,) for part in PARTS}, **WAYS}
-    record: dict[str, Any] = {"load": str(load)}
-    for label, parts in labels.items():
-        silent, asking = (
-            np.array([sum(step[part] for part in parts) for step in engines[name].steps])
-            for name in ("silent", "asking")
+def average_more(base: np.ndarray, other: np.ndarray) -> list[float] | None:
+    """By how much `other` exceeds `base` on average over rounds of one block, in which every
+    request fills a block: the estimate and both ends of its 95 % interval, None if there are too
+    few rounds."""
+    rounds = [
+        values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).mean(1)
+        for values in (base, other)
+    ]
+    if len(rounds[0]) < ENOUGH_PAIRS:
+        return None
+    more = compare(*(values.tolist() for values in reversed(rounds)))
+    percents = np.array([more.percent, more.low, more.high], dtype=float)
+    return (np.median(rounds[0]) * percents / 100).tolist()
+
+
+def compare_steps(
+    load: Load, base: list[dict[str, float]], other: list[dict[str, float]]
+) -> dict[str, Any]:
+    """Milliseconds per decode step in two engines, by part and by way."""
+    shapes = [
+        [(int(step["requests"]), int(step["tokens"])) for step in steps] for steps in (base, other)
+    ]
+    assert shapes[0] == shapes[1], f"{load.name}: the engines scheduled different steps"
+    # The last step finishes all requests that are left.
+    decode = [i for i, shape in enumerate(shapes[0][:-1]) if load.is_decode(*shape)]
+    record: dict[str, Any] = {"steps": len(decode)}
+    for label, parts in LABELS.items():
+        if not set(parts) <= base[0].keys():
+            continue
+        first, second = (
+            np.array([sum(step[part] for part in parts) for step in steps])
+            for steps in (base, other)
         )
-        decode = slice(-load.output + 2, -1)
-        more = (asking - silent)[decode]
         record[label] = {
-            "silent": float(np.median(silent[decode])),
-            "asking": float(np.median(asking[decode])),
-            "more": float(np.median(more)),
-            "more_mean": float(np.mean(more)),
-            "p99": [float(np.percentile(ms[decode], 99)) for ms in (silent, asking)],
-            "last": [float(ms[-1]) for ms in (silent, asking)],
+            "base": float(np.median(first[decode])),
+            "other": float(np.median(second[decode])),
+            "more": float(np.median((second - first)[decode])),
+            "average": average_more(first[decode], second[decode]),
+            "p99": [float(np.percentile(ms[decode], 99)) for ms in (first, second)],
+            "last": [float(ms[-1]) for ms in (first, second)],
         }
     return record
 
 
-def report_text(records: list[dict[str, Any]]) -> str:
-    head = ["Part", "Silent", "Asking", "Rows cost", "On average", "99th percentile"]
-    parts = []
+def measure_decode(load: Load, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Every kind of engine, compared with the one before it."""
+    engines = [Engine(load, kind) for kind in kinds]
+    take_turns(load, engines)
+    return [
+        {
+            "load": load.name,
+            "what": str(load),
+            "kind": other.kind,
+            "base": base.kind,
+            **compare_steps(load, base.steps, other.steps),
+        }
+        for base, other in itertools.pairwise(engines)
+    ]
+
+
+def measure_builds(load: Load) -> list[dict[str, Any]]:
+    """The patched build with its flag off, compared with pristine vLLM and with itself."""
+    patched = Build("patched")
+    variants = [
+        Variant(patched, "off"),
+        Variant(Build("pristine", str(PRISTINE)), "off"),
+        Variant(patched, "off", copy=2),
+    ]
+    engines = [RemoteEngine(variant, load) for variant in variants]
+    take_turns(load, engines)
+    return [
+        {
+            "load": load.name,
+            "what": str(load),
+            "kind": variants[0].name,
+            "base": variant.name,
+            **compare_steps(load, engine.steps, engines[0].steps),
+        }
+        for variant, engine in list(zip(variants, engines, strict=True))[1:]
+    ]
+
+
+def measure_group(load: Load) -> dict[str, Any]:
+    """Groups, one after the other, each with a prompt of its own: by how many milliseconds its
+    longest step is longer when all ask. In other processes: how much more memory the first takes.
+    """
+    engines = [Engine(load, kind) for kind in ("silent", "all")]
+    take_turns(load, engines)
+    silent, asking = (engine.steps for engine in engines)
+    starts = [i for i, step in enumerate(silent) if step["tokens"] >= load.prompt]
+    record: dict[str, Any] = {"load": load.name, "what": str(load), "kind": "all", "base": "silent"}
+    for label, parts in LABELS.items():
+        more = [
+            sum(second[part] - first[part] for part in parts)
+            for first, second in zip(silent, asking, strict=True)
+        ]
+        longest = [max(part) for part in np.split(np.array(more), starts[1:])]
+        assert len(longest) == load.requests // load.group
+        record[label] = {
+            "silent": float(np.median([sum(silent[i][part] for part in parts) for i in starts])),
+            "longest": float(np.median(longest)) if len(longest) >= ENOUGH_PAIRS else None,
+            "worst": max(longest),
+        }
+    single = dataclasses.replace(load, requests=load.group)
+    record["peak"] = []
+    for kind in ("silent", "all"):
+        parent, child = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=peak_memory, args=(single, kind, child), daemon=True)
+        process.start()
+        child.close()
+        record["peak"].append(parent.recv() / 1e6)
+        process.join()
+    return record
+
+
+def measure_worker(requests: int, rounds: int = 40, calls: int = 50) -> dict[str, Any]:
+    """Microseconds of `take_rows()` and of what makes lists of its rows, with one row a request."""
+    torch.set_num_threads(1)
+    req_ids = [str(i) for i in range(requests)]
+    index_by_id = {req_id: i for i, req_id in enumerate(req_ids)}
+    batch: Any = SimpleNamespace(req_ids=req_ids, req_id_to_index=index_by_id)
+    query_start_loc = np.arange(requests + 1, dtype=np.int32)
+    positions = torch.full((requests,), 100, dtype=torch.int32)
+    asking = {"silent": set[str](), "one": {req_ids[requests // 2]}, "all": set(req_ids)}
+    seconds: dict[str, list[float]] = {kind: [] for kind in asking}
+    # The only pipeline stage. A mock of the function would take longer than the function.
+    stage = SimpleNamespace(is_first_rank=True)
+
+    def get_pp_group() -> Any:
+        return stage
+
+    alone = mock.patch.object(routed_experts_pipeline, "get_pp_group", get_pp_group)
+    capturers = {}
+    for kind in asking:
+        capturers[kind] = RoutedExpertsCapturer(
+            LAYERS, 2048, TOP_K, EXPERTS, tuple(range(LAYERS)), torch.device("cpu")
+        )
+        capturers[kind].req_ids = asking[kind]
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        for kind in rng.permutation(list(asking)):
+            with alone:
+                begin = time.thread_time()
+                for _ in range(calls):
+                    taken = capturers[kind].take_rows(batch, query_start_loc, positions, requests)
+                    if taken is not None:
+                        taken.to_cpu_nonblocking().tolists()
+            seconds[kind].append((time.thread_time() - begin) / calls)
+    return {"load": "worker", **{kind: 1e6 * float(np.median(s)) for kind, s in seconds.items()}}
+
+
+def find_figure(records: list[dict[str, Any]], load: str, kind: str, label: str) -> float | None:
+    """A figure of the budget, in its unit; None if there were too few rounds."""
     for record in records:
-        rows = []
-        for label in (*PARTS, *WAYS):
+        if record["load"] != load or record.get("kind", kind) != kind:
+            continue
+        if label == "take_rows":
+            return record[kind] - record["silent"]
+        if label == "longest step":
+            return record["all"]["longest"]
+        if label == "peak memory":
+            return record["peak"][1] - record["peak"][0]
+        if record[label]["average"] is None:
+            return None
+        unit, _ = BUDGETS[load, kind, label]
+        return record[label]["more"] * (1000 if unit == "µs" else 1)
+    raise KeyError((load, kind, label))
+
+
+def budget_text(records: list[dict[str, Any]]) -> str:
+    what = {record["load"]: record.get("what", "1,024 requests") for record in records}
+    rows = []
+    for (load, kind, label), (unit, budget) in BUDGETS.items():
+        figure = find_figure(records, load, kind, label)
+        shown = "too few rounds" if figure is None else f"**{figure:.3g} {unit}**"
+        rows.append([what[load], KINDS[kind], label, shown, f"{budget:g} {unit}"])
+    return table(["Load", "Who asks", "What", "More", "To reach"], rows)
+
+
+def parts_text(record: dict[str, Any]) -> str:
+    head = ["Part", "Before", "With", "More", "On average", "99th percentile", "The last step"]
+    rows = []
+    for label in LABELS:
+        if (row := record.get(label)) is None:
+            continue
+        strong = "" if label in PARTS else "**"
+        average = "too few rounds"
+        if row["average"] is not None:
+            average = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["average"])
+        rows.append(
+            [
+                f"{strong}{label}{strong}",
+                f"{row['base']:.3f}",
+                f"{row['other']:.3f}",
+                f"{strong}{row['more']:+.3f}{strong}",
+                average,
+                *("{:.2f}, {:.2f}".format(*row[key]) for key in ("p99", "last")),
+            ]
+        )
+    base, kind = (KINDS.get(record[key], record[key]) for key in ("base", "kind"))
+    return f"## {record['what']}: {kind}\n\nBefore: {base}. {record['steps']} steps.\n\n" + table(
+        head, rows
+    )
+
+
+def groups_text(records: list[dict[str, Any]]) -> str:
+    head = ["Load", "Part", "That step, silent", "Longest step, more", "Worst group"]
+    rows = []
+    for record in records:
+        for label in LABELS:
             row = record[label]
-            strong = "**" if label in WAYS else ""
+            longest = "too few rounds" if row["longest"] is None else f"{row['longest']:+.2f}"
             rows.append(
-                [
-                    f"{strong}{label}{strong}",
-                    f"{row['silent']:.2f}",
-                    f"{row['asking']:.2f}",
-                    f"{strong}{row['more']:+.2f}{strong}",
-                    f"{row['more_mean']:+.2f}",
-                    *("{:.2f}, {:.2f}".format(*row[key]) for key in ("p99", "last")),
-                ]
+                [record["what"], label, f"{row['silent']:.2f}", longest, f"{row['worst']:+.2f}"]
             )
-        parts += [f"## {record['load']}\n", table([*head, "The last step"], rows)]
-    return "\n".join(parts)
+    peaks = [
+        "{}: {:.1f} MB, when all ask {:.1f} MB.".format(record["what"], *record["peak"])
+        for record in records
+    ]
+    return (
+        "## Groups with one prompt\n\n" + table(head, rows) + "\nPeak memory of scheduler and "
+        "messages on top of the idle scheduler's:\n\n" + "\n".join(f"- {peak}" for peak in peaks)
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="file for the record, as Markdown; JSON beside it")
     arguments = parser.parse_args()
-    init_none_hash(sha256_cbor)
-    records = []
-    for number, load in enumerate(LOADS):
-        print(load, flush=True)
-        records.append(summarize(load, measure(load, number)))
-    text = report_text(records)
+    worker = measure_worker(1024)
+    decode = [r for load, kinds in DECODE.items() for r in measure_decode(load, kinds)]
+    groups = [measure_group(load) for load in GROUPS]
+    builds = measure_builds(BUILDS) if PRISTINE.is_dir() else []
+    records = [worker, *decode, *groups, *builds]
+    text = "\n".join(
+        [
+            budget_text(records),
+            *map(parts_text, [*decode, *builds]),
+            groups_text(groups),
+            "\n## Worker\n\nMicroseconds of `take_rows()`, `to_cpu_nonblocking()` and "
+            "`tolists()` of a step with 1,024 requests: "
+            + ", ".join(f"{KINDS[kind]}: {worker[kind]:.1f}" for kind in ("silent", "one", "all"))
+            + ". On a GPU, kernels copy the rows; the host launches them.\n",
+        ]
+    )
     print(text)
     if arguments.out:
         arguments.out.write_text(
             "# What rows cost the host\n\n"
-            f"`python {' '.join(command())}`: {LAYERS} layers, top-{TOP_K}, "
-            f"uint8; vllm {vllm.__version__}, Python {platform.python_version()}. Milliseconds a "
-            "step, the median over the decode steps; what rows cost is the difference of the two "
-            "engines at the same step, its median and its average (in some steps all requests fill "
-            "a block); two values are silent, asking.\n\n" + text
+            f"`python {' '.join(command())}`: {LAYERS} layers, top-{TOP_K}, uint8; vllm "
+            f"{vllm.__version__}, Python {platform.python_version()}. Milliseconds of processor "
+            'time a step. "More" is the median over the decode steps of the difference at the same '
+            'step; "on average" is over rounds of a block\'s steps, in which every request fills '
+            "a block, with its 95 % interval; two values are before, with. "
+            + ("" if builds else "Pristine vLLM was not there to be measured. ")
+            + "\n\n"
+            + text
         )
         arguments.out.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
     return 0
