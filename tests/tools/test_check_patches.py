@@ -216,7 +216,7 @@ def test_a_patch_alone_stands_on_the_release_with_what_it_needs(series: Toy) -> 
     series.do("series", "export")
     place = stand_alone(series, "double.patch")
     git = Git(series.build / "check-patches" / "vllm")
-    assert [change.path for change in place.changes] == ["vllm/twice.py"]
+    assert [change.path for change in git.changes(*place)] == ["vllm/twice.py"]
     there = git.files(place.commit)
     assert "vllm/rows.py" in there
     assert "vllm/aside.py" not in there
