@@ -82,12 +82,6 @@ MUTANTS = [
         "                    pass\n",
     ),
     Mutant(
-        "unsent rows survive a reset",
-        MANAGER,
-        "            self._restart(self._slots.get(req_id), 0)\n",
-        "            pass\n",
-    ),
-    Mutant(
         "store survives a reset",
         MANAGER,
         "            self.store.clear()\n        self._remove_former()",
@@ -110,6 +104,12 @@ MUTANTS = [
         MANAGER,
         "            if last_step <= self._processed_step:\n",
         "            if True:\n",
+    ),
+    Mutant(
+        "rows of a preempted request's steps lost for those that share them",
+        MANAGER,
+        "        for key, index in self._expected.get(slot, ()):\n",
+        "        for key, index in self._expected.pop(slot, ()):\n",
     ),
     Mutant(
         "blocks of a preempted request counted on",

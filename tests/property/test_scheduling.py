@@ -372,6 +372,13 @@ class Engine:
             req_id = str(index % len(self.requests))
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
+    def preempt(self, index: int) -> None:
+        """As the scheduler does for want of blocks, or for a request of higher priority."""
+        if (running := self.scheduler.running) and not (self.spoiled and self.on_the_way):
+            request = running.pop(index % len(running))
+            self.scheduler._preempt_request(request, 0.0)
+            self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
     def reset(self, running: bool) -> None:
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS
         if running and any(request.status == loading for request in self.requests.values()):
@@ -474,6 +481,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("schedule"), st.lists(st.booleans(), min_size=3, max_size=3)),
     st.tuples(st.just("deliver")),
     st.tuples(st.just("abort"), st.integers(0, 20)),
+    st.tuples(st.just("preempt"), st.integers(0, 20)),
     st.tuples(st.just("reset"), st.booleans()),
     st.tuples(st.just("fail"), st.integers(0, 5)),
 )
@@ -488,6 +496,7 @@ def play(engine: Engine, operations: list[tuple[Any, ...]]) -> None:
         "schedule": engine.schedule,
         "deliver": engine.deliver,
         "abort": engine.abort,
+        "preempt": engine.preempt,
         "reset": engine.reset,
         "fail": engine.fail,
     }
