@@ -70,7 +70,7 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "steps on their way void after a failed load or a reset",
+        "steps in flight count after a failed load",
         MANAGER,
         "        self._expected.pop(slot, None)\n        self._void_step[slot] = self._step\n",
         "        self._expected.pop(slot, None)\n",
@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "store survives a reset",
         MANAGER,
-        "            self.store.clear()\n        self._remove_former()",
-        "            pass\n        self._remove_former()",
+        "            self.store.clear()\n\n    # Scheduler.update",
+        "            pass\n\n    # Scheduler.update",
     ),
     Mutant(
         "evicted blocks stay in the store",
