@@ -150,7 +150,7 @@ gpu-test: $(LOCKED) #> Run the tests that need a GPU, with the vLLM that is inst
 	@exec $(PY) -m pytest tests/gpu
 
 .PHONY: layouts
-layouts: $(LOCKED) #> Every parallel layout of GPUS=2 or 4 on this host: rows against two oracles
+layouts: $(LOCKED) #> Every parallel layout of GPUS=2, 4 or 8 on this host: rows against two oracles
 	@exec $(PY) -m gpu.layouts --gpus $(or $(GPUS),2) --out build/layouts-$(or $(GPUS),2) $(ARGS)
 
 .PHONY: mutants

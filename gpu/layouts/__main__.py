@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that every parallel layout returns the same rows: one cell per layout, on 1, 2 or 4 GPUs.
+"""Check that every parallel layout returns the same rows: one cell per layout, on 1 to 8 GPUs.
 
     python -m gpu.layouts --gpus 2 --out DIR [--only tp2,dp2ep2] [--minutes 8]
 
@@ -195,7 +195,7 @@ def check_ray() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=[1, 2, 4], default=2)
+    parser.add_argument("--gpus", type=int, choices=[1, 2, 4, 8], default=2)
     parser.add_argument("--out", type=Path, default=Path("build/layouts"))
     parser.add_argument("--only", type=lambda s: s.split(","), help="cells, comma-separated")
     parser.add_argument("--no-reference", action="store_true", help="own logits alone")

@@ -84,8 +84,8 @@ def tp(size: int, **more: Any) -> dict[str, Any]:
 SERVE_DP = ("--data-parallel-size=2", "--enable-expert-parallel")
 # In the order in which they start.
 CELLS: dict[str, Cell] = {
-    "one": Cell(1, hosts=(1, 2, 4), note="one GPU, the reference"),
-    "one-bf16": Cell(1, dtype="bfloat16", hosts=(1, 2, 4), note="one GPU"),
+    "one": Cell(1, hosts=(1, 2, 4, 8), note="one GPU, the reference"),
+    "one-bf16": Cell(1, dtype="bfloat16", hosts=(1, 2, 4, 8), note="one GPU"),
     "dp2ep2": Cell(2, EP, dp=2, note="DP2+EP2, engines joined by VLLM_DP_*"),
     "tp2": Cell(2, tp(2), hosts=(2,), note="TP2"),
     "sp": Cell(4, tp(2, **EP), dp=2, hosts=(4,), note="TP2xDP2+EP4: sequence parallel MoE"),
@@ -143,6 +143,10 @@ CELLS: dict[str, Cell] = {
     "tp2dp2": Cell(4, tp(2), dp=2, hosts=(4,), note="TP2xDP2 without EP"),
     "pp4": Cell(4, {"pipeline_parallel_size": 4}, hosts=(4,), note="PP4"),
     "pp2dp2ep": Cell(4, {"pipeline_parallel_size": 2, **EP}, dp=2, hosts=(4,), note="PP2xDP2+EP2"),
+    "sp8": Cell(8, tp(4, **EP), dp=2, hosts=(8,), note="TP4xDP2+EP8: sequence parallel MoE"),
+    "sp8-gptoss": Cell(
+        8, tp(4, **EP), dp=2, model="gptoss", hosts=(8,), note="the same, gpt-oss, MXFP4"
+    ),
     "serve": Cell(1, serve=((),), hosts=(), note="vllm serve, one GPU"),
 }
 QWEN3: dict[str, Any] = {
