@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "rows of a former slot lost",
         MANAGER,
-        "                    slots[step.req_ids.index(req_id)] = slot\n",
-        "                    pass\n",
+        "                        slots[indices[req_id]] = slot\n",
+        "                        pass\n",
     ),
     Mutant(
         "store survives a reset",
@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         "steps before a resumption count",
         SCHEDULER,
-        "if scheduler_output.step < request.resumed_step:",
+        "if scheduler_output.step < request.first_valid_step:",
         "if False:",
     ),
     Mutant(
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "page dropped before its block is cached",
         ROWS,
-        "        lasts = np.minimum(lasts, self.first_kept[slots])\n",
+        "        lasts = np.minimum(lasts, self.keep_from[slots])\n",
         "",
     ),
     Mutant(
@@ -218,6 +218,12 @@ MUTANTS = [
         ROWS,
         "        np.maximum.at(part_ends, parts, begins + counts)\n",
         "        part_ends[:] = (begins + counts)[chosen]\n",
+    ),
+    Mutant(
+        "request without rows read behind its table",
+        ROWS,
+        "        self._widen(int(indices.max()) + 1)  # A slot without rows may have no page.\n",
+        "",
     ),
     Mutant(
         "slice goes on in another array",

@@ -221,6 +221,8 @@ class Engine:
         self.scheduler = make_scheduler(self.setup)
         self.worker.proposes = self.setup.asynchronous and self.setup.drafts > 0
         self.manager = self.scheduler.routed_experts_manager
+        # Narrow, so that requests end at its edge and grow beyond it.
+        self.manager._rows._table = self.manager._rows._table[:, :1]
 
     def add(
         self,
