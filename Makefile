@@ -111,7 +111,7 @@ demo-pristine: $(PRISTINE) #> The demo on vLLM without the series: must fail
 	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m demos.rows $(DEMO) --pristine
 
 .PHONY: replay
-replay: $(INSTALLED) #> Replay the server's routes in a trainer: its log-probs with and without
+replay: $(INSTALLED) #> Replay the server's routes in trainers (megatron-core: first make client-venvs CLIENTS=megatron-core)
 	@exec $(PY) -m demos.replay
 
 .PHONY: disaggregated
@@ -144,6 +144,9 @@ stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules 
 clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of verl, ms-swift, SkyRL, verifiers and megatron-core
 	@exec $(PY) -m pytest -m clients tests/clients
 	@cp build/clients/clients.md $(RECORDS)/clients.md
+
+.PHONY: client-venvs
+client-venvs: $(CLIENT_VENVS) #> Make the clients' environments (CLIENTS='verl megatron-core': these alone)
 
 .PHONY: gpu-test
 gpu-test: $(LOCKED) #> Run the tests that need a GPU, with the vLLM that is installed

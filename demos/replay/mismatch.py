@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,14 @@ from examples.replay import OWN, pad_routes, replay
 
 BATCH = 16  # sequences of one forward pass
 RESAMPLES = 10_000
+
+# From a model, a batch, the number of tokens of each of its sequences with padding, and whether the
+# server's experts are taken: makes the model's passes inside take them, and yields, by MoE layer,
+# (B * T, k) the experts that the model itself would have taken.
+Replaying = Callable[
+    [Any, Sequence[Completion], int, bool], AbstractContextManager[Mapping[int, torch.Tensor]]
+]
+Gradients = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,14 @@ class Mismatch:
     def mean(self) -> float:
         """Mean of |delta|."""
         return float(np.abs(self.deltas).mean())
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of `mean`, 95 %: a bootstrap over whole completions."""
+        sums, lengths = np.array([(np.abs(d).sum(), len(d)) for d in self.delta]).T
+        drawn = draw(len(sums))
+        low, high = np.percentile(sums[drawn].sum(-1) / lengths[drawn].sum(-1), [2.5, 97.5])
+        return float(low), float(high)
 
     @property
     def k3(self) -> float:
@@ -78,30 +95,45 @@ class Gain:
         return f"{self.times:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def measure(model: Any, completions: Sequence[Completion], *, replayed: bool) -> Mismatch:
+@contextmanager
+def in_transformers(
+    model: Any, batch: Sequence[Completion], length: int, replayed: bool
+) -> Iterator[Mapping[int, torch.Tensor]]:
+    """`Replaying` in a Hugging Face model."""
+    routes = pad_routes(batch, length)
+    if not replayed:
+        routes.fill_(OWN)
+    with replay(model, routes, batch[0].moe_layers) as own:
+        yield own
+
+
+def measure(
+    model: Any,
+    completions: Sequence[Completion],
+    *,
+    replayed: bool,
+    replaying: Replaying = in_transformers,
+) -> Mismatch:
     """Compute log-probs of the sampled tokens as a trainer does, from whole sequences.
 
     Args:
-        model: a causal-LM model of `transformers`, in the dtype it trains in.
+        model: a causal-LM model called as those of `transformers`, in the dtype it trains in.
         completions: with log-probs, sampled at temperature 1.
         replayed: whether it takes the server's experts or chooses itself.
+        replaying: the model's replay.
     """
     found = Mismatch([], [])
     for begin in range(0, len(completions), BATCH):
         batch = completions[begin : begin + BATCH]
-        sequences = [torch.tensor(c.prompt + c.token_ids) for c in batch]
-        tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-        routes = pad_routes(batch, tokens.shape[1])
-        if not replayed:
-            routes.fill_(OWN)
-        with torch.inference_mode(), replay(model, routes, batch[0].moe_layers) as own:
+        tokens = pad(batch)
+        # Not `inference_mode`: sharded parameters are gathered into storage that is used again.
+        with torch.no_grad(), replaying(model, batch, tokens.shape[1], replayed) as own:
             # Attention is causal: padding on the right reaches no token before it.
             logprobs = model(tokens, use_cache=False).logits.float().log_softmax(dim=-1)
-        following = logprobs[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        for i, completion in enumerate(batch):
-            first = len(completion.prompt) - 1
-            sampled = following[i, first : first + len(completion.token_ids)]
-            found.delta.append(sampled.double().numpy() - np.array(completion.logprobs))
+        for i, (completion, found_logprobs) in enumerate(
+            zip(batch, sampled(logprobs, batch, tokens), strict=True)
+        ):
+            found.delta.append(found_logprobs.double().numpy() - np.array(completion.logprobs))
             span = slice(completion.start, completion.start + len(completion.rows))
             found.differs.append(
                 _differs(
@@ -119,10 +151,43 @@ def nearer(plain: Mismatch, replayed: Mismatch) -> Gain:
     independent.
     """
     sums = np.array([[np.abs(d).sum() for d in m.delta] for m in (plain, replayed)])
-    drawn = np.random.default_rng(0).integers(sums.shape[1], size=(RESAMPLES, sums.shape[1]))
-    ratios = np.divide(*sums[:, drawn].sum(axis=-1))
+    ratios = np.divide(*sums[:, draw(sums.shape[1])].sum(axis=-1))
     low, high = np.percentile(ratios, [2.5, 97.5])
     return Gain(float(np.divide(*sums.sum(axis=-1))), float(low), float(high))
+
+
+def draw(count: int) -> npt.NDArray[np.int64]:
+    """(RESAMPLES, count) indices of a bootstrap over `count` completions."""
+    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+
+
+def pad(batch: Sequence[Completion]) -> torch.Tensor:
+    """(B, T) int64: prompts and sampled tokens, padded on the right."""
+    sequences = [torch.tensor(c.prompt + c.token_ids) for c in batch]
+    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+
+
+def sampled(
+    logprobs: torch.Tensor, batch: Sequence[Completion], tokens: torch.Tensor
+) -> list[torch.Tensor]:
+    """For each completion (O,): the log-probs of its sampled tokens, of (B, T, vocabulary)."""
+    following = logprobs[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    firsts = [len(completion.prompt) - 1 for completion in batch]
+    return [
+        row[first : first + len(completion.token_ids)]
+        for row, first, completion in zip(following, firsts, batch, strict=True)
+    ]
+
+
+def read_gradients(model: Any) -> Gradients:
+    """By parameter, zero where none was computed; those of a sharded model whole."""
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
+    }
+    return {
+        n: g.full_tensor() if hasattr(g, "full_tensor") else g.detach().clone()
+        for n, g in grads.items()
+    }
 
 
 def _differs(

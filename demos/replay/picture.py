@@ -15,7 +15,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 
-from demos.replay.mismatch import Mismatch
+from demos.replay.mismatch import Mismatch, nearer
 from demos.replay.report import Result
 from demos.rows.picture import FAINT, INK, PAPER, SOFT, STYLE
 
@@ -35,7 +35,8 @@ def draw(path: Path, result: Result) -> None:
     width, left, right = 15.0, 0.065, 0.975
     # Heights in inches, from the top.
     title, clouds, gap, stems, strip, foot = 1.75, 3.7, 1.35, 2.0, 0.2 * layers, 0.65
-    height = title + clouds + gap + stems + strip + foot
+    every = 0.42 * len(result.trained)
+    height = title + clouds + gap + stems + strip + foot + (every and every + gap)
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), dpi=120, facecolor=PAPER)
 
@@ -63,6 +64,8 @@ def draw(path: Path, result: Result) -> None:
         _tails(axes(title, clouds, 0.72, 1), plain, replayed)
         _stems(axes(title + clouds + gap, stems), result)
         _strip(axes(title + clouds + gap + stems + 0.08, strip), result)
+        if result.trained:
+            _trainers(axes(height - foot - every, every, 0.14), result)
         figure.savefig(path, facecolor=PAPER)
         plt.close(figure)
 
@@ -147,6 +150,28 @@ def _strip(axis: Axes, result: Result) -> None:
         "sampled token; a square is a layer in which the trainer by itself takes other experts in "
         "the pass that gives its log-prob"
     )
+
+
+def _trainers(axis: Axes, result: Result) -> None:
+    """The mean distance of each trainer with its interval, both ways."""
+    for place, trainer in enumerate(result.trained):
+        for way in (trainer.plain, trainer.replayed):
+            low, high = way.interval
+            colour = _colour(way is trainer.replayed)
+            axis.plot([low, high], [place, place], color=colour, linewidth=3, alpha=0.45)
+            axis.plot(way.mean, place, "o", color=colour, markersize=7)
+        axis.annotate(
+            f"{nearer(trainer.plain, trainer.replayed)} times nearer", (1, place),
+            (-4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+            ha="right", va="center", color=SOFT, size=10,
+        )  # fmt: skip
+    axis.set_xlim(0, 1.35 * max(t.plain.interval[1] for t in result.trained))
+    axis.set_ylim(len(result.trained) - 0.5, -0.5)
+    axis.set_yticks(range(len(result.trained)), [t.name for t in result.trained])
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x", color=FAINT)
+    axis.set_xlabel("mean distance, with its 95 % interval over completions")
+    _heading(axis, "Every trainer, with its own routes and with the server's")
 
 
 def _routed_otherwise(result: Result, index: int) -> npt.NDArray[np.bool_]:
