@@ -419,6 +419,15 @@ def other_tag(toy: Toy, index: Index) -> None:
     make_clone(toy.root.parent / "clone", {NEXT: {**MOVED, "vllm/envs.py": "OTHER = 1\n"}})
 
 
+def clone(toy: Toy, index: Index) -> None:
+    make_clone(toy.root.parent / "clone", {VERSION: TREE})
+
+
+def clone_without_tags(toy: Toy, index: Index) -> None:
+    clone(toy, index)
+    git(toy.root.parent / "clone", "tag", "--delete", f"v{VERSION}")
+
+
 def dirt(toy: Toy, index: Index) -> None:
     toy.edit("vllm/envs.py", "SETTING_1 = 1\n", "SETTING_1 = 'mine'\n")
 
@@ -447,6 +456,14 @@ def own_commit(toy: Toy, index: Index) -> None:
             ["made from another commit", "found:    eeeeeeeee..."],
         ),
         ("--onto {next} --clone {clone}", other_tag, ["does not hold the files of the tag"]),
+        ("--onto=no-such-ref --clone {clone}", clone, ["the clone has no such ref"]),
+        ("--onto=--upload-pack=x --clone {clone}", clone, ["the clone has no such ref"]),
+        ("--onto main --clone {clone}", clone_without_tags, ["no release tag"]),
+        (
+            f"--onto main --clone {{clone}} --commit {'d' * 40}",
+            clone,
+            ["the clone and --commit disagree"],
+        ),
         ("--onto {next}", dirt, ["not committed"]),
         ("--onto {next}", own_commit, ["[Core] My evening's work"]),
     ],
@@ -534,32 +551,6 @@ def test_a_commit_that_is_no_release_is_packed_from_the_clone(
     assert "SETTING_9 = 99\n" in (toy.tree / "vllm/envs.py").read_text()
     rebase(toy, "--onto", VERSION, "--commit", "c" * 40)
     assert pin(toy)["source"]["archive_only"]
-
-
-@pytest.mark.parametrize("ref", ["no-such-ref", "--upload-pack=x"])
-def test_a_ref_that_the_clone_does_not_have_is_refused(
-    toy: Toy, index: Index, tmp_path: Path, ref: str
-) -> None:
-    make_clone(tmp_path / "clone", {VERSION: TREE})
-    before = everything(toy)
-    error = stop(toy, f"--onto={ref}", "--clone", str(tmp_path / "clone"))
-    assert "the clone has no such ref" in error
-    assert everything(toy) == before
-
-
-def test_a_clone_without_release_tags_is_refused(toy: Toy, index: Index, tmp_path: Path) -> None:
-    make_clone(tmp_path / "clone", {VERSION: TREE})
-    git(tmp_path / "clone", "tag", "--delete", f"v{VERSION}")
-    error = stop(toy, "--onto", "main", "--clone", str(tmp_path / "clone"))
-    assert "no release tag" in error
-
-
-def test_a_commit_that_the_clone_contradicts_is_refused(
-    toy: Toy, index: Index, tmp_path: Path
-) -> None:
-    make_clone(tmp_path / "clone", {VERSION: TREE})
-    words = ("--onto", "main", "--clone", str(tmp_path / "clone"), "--commit", "d" * 40)
-    assert "the clone and --commit disagree" in stop(toy, *words)
 
 
 # --- refusals: when -----------------------------------------------------------------------------
