@@ -7,29 +7,31 @@ vLLM. Recorded answers go there as files, and what a trainer would take comes ba
 
 from __future__ import annotations
 
-import base64
 import datetime
+import functools
 import importlib.metadata
-import io
 import json
 import os
+import re
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from examples.client import decode_rows
 from harness import oracle
+from harness.lines import FIRST, LINES
+from harness.process import ENVIRONMENT
 from tests.clients import rules
-from tests.clients.driving import OWN, Routes, Turn
-from tests.clients.recorder import BEHAVIOURS, MODELS, record
+from tests.clients.driving import OWN, Routes, Turn, encode
+from tests.clients.recorder import BEHAVIOURS, LINE, MODELS, NOT_YET, record
 
 # Programs of other environments: this one cannot import them to look for tests.
-collect_ignore_glob = ["with_*.py"]
+collect_ignore_glob = ["with_*.py", "engine_*.py"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ROOT / "build" / "clients"
@@ -95,6 +97,15 @@ CLIENTS = {
         },
     ),
 }
+# Clients whose own engine or rollout server runs too, around the vLLM of this environment, by the
+# program `engine_<environment>.py`; and what it is asked.
+ENGINES = {
+    "ms-swift": ("GRPOVllmEngine", ("one turn", "n > 1", "prefix-cache hit")),
+    "verl": (
+        "vLLMHttpServer",
+        ("one turn", "several turns, resent", "n > 1", "abort and resume", "prefix-cache hit"),
+    ),
+}
 # By rule alone.
 RULES_NEVER: dict[str, dict[str, str]] = {
     "vime": {"several turns": RESENDS, "stream": WHOLE},
@@ -127,13 +138,6 @@ BROKEN: dict[str, tuple[str, Callable[[list[dict[str, Any]]], None], str, str]] 
     "start not stated": ("several turns", without_start, "verifiers", "no rows for some message"),
     "ids repeated": ("smaller top-k", without_top_k, "megatron-core", "too few experts"),
 }
-
-
-def encode(rows: Any) -> str:
-    """As the server does: base64 of a `.npy`."""
-    file = io.BytesIO()
-    np.save(file, rows)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 @dataclass(frozen=True)
@@ -186,34 +190,118 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 @pytest.fixture(scope="session")
-def replayed(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Runs a client's program, once; the folder with its results."""
-    results: dict[str, Path] = {}
-    # Not the whole repository: clients would take its vllm/ for the package.
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For PYTHONPATH. Not the whole repository: clients would take its vllm/ for the package."""
     site = tmp_path_factory.mktemp("site")
     (site / "examples").symlink_to(ROOT / "examples")
+    return site
 
+
+def replay_in(client: str, records: Path, out: Path, site: Path) -> None:
+    """Run a client's program in its environment."""
+    python = MADE / CLIENTS[client].environment / "bin" / "python"
+    program = Path(__file__).with_name(CLIENTS[client].program)
+    run_program([python, "-W", "ignore", program, records, out], {"PYTHONPATH": str(site)})
+
+
+def run_program(command: Sequence[Path | str], env: dict[str, str]) -> None:
+    """Run a program without a GPU; raises AssertionError with what it said if it fails."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, **env, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-10_000:]
+
+
+@pytest.fixture(scope="session")
+def replayed(
+    answers: Answers, site: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Runs a client's program on the server's answers, once; the folder with its results."""
+
+    @functools.cache
     def run(name: str) -> Path:
-        client = CLIENTS[name]
-        python = MADE / client.environment / "bin" / "python"
-        if not python.exists():
-            pytest.skip(f"{name} is not installed: make clients")
-        if name not in results:
-            out = tmp_path_factory.mktemp(client.environment)
-            program = Path(__file__).with_name(client.program)
-            done = subprocess.run(
-                [python, "-W", "ignore", program, answers.folder, out],
-                env={**os.environ, "PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""},
-                capture_output=True,
-                text=True,
-                timeout=600,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr
-            results[name] = out
-        return results[name]
+        packages_of(name)
+        out = tmp_path_factory.mktemp(CLIENTS[name].environment)
+        replay_in(name, answers.folder, out, site)
+        return out
 
     return run
+
+
+@pytest.fixture(scope="session")
+def replayed_by_engine(
+    answers: Answers,
+    site: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Callable[[str], Path]:
+    """Runs a client's engine, and its program on what it returned, once."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        packages = packages_of(name)
+        folder = tmp_path_factory.mktemp("engine")
+        records, out = folder / "records", folder / "out"
+        records.mkdir()
+        out.mkdir()
+        environment = CLIENTS[name].environment.replace("-", "_")
+        program = Path(__file__).with_name(f"engine_{environment}.py")
+        env = {
+            **ENVIRONMENT,
+            **LINES[LINE].variables(),
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "RECIPE": commands("verl")[1],
+        }
+        paths = [site, *([request.getfixturevalue("verl")] if name == "verl" else [])]
+        rest = filter(None, [env.get("PYTHONPATH")])
+        env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *rest])
+        checkpoint = answers.checkpoints["dense-first"]
+        run_program([sys.executable, "-W", "ignore", program, checkpoint, records, packages], env)
+        replay_in(name, records, out, site)
+        return out
+
+    return run
+
+
+def packages_of(client: str) -> Path:
+    """The packages of a client's environment."""
+    for packages in (MADE / CLIENTS[client].environment).glob("lib/python3*/site-packages"):
+        return packages
+    pytest.skip(f"{client} is not installed: make clients")
+
+
+RECIPES = (ROOT / "examples" / "clients" / "README.md").read_text(encoding="utf-8")
+
+
+def commands(section: str, language: str = "sh") -> list[str]:
+    """The blocks of a section of the recipes."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", RECIPES, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="session")
+def verl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with verl after the recipe's first command."""
+    packages = packages_of("verl")
+    folder = tmp_path_factory.mktemp("verl")
+    # Links: the command writes a new file.
+    subprocess.run(["cp", "-rs", packages / "verl", folder / "verl"], check=True)
+    path = f"{MADE / 'verl' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    env = {"PATH": path, "PYTHONPATH": str(folder)}
+    subprocess.run(["bash", "-euc", commands("verl")[0]], env=env, check=True)
+    return folder
+
+
+def why_not(client: str, behaviour: str) -> str | None:
+    """Why a client's cell of a behaviour has no number, if it has none."""
+    never = {**{name: client.never for name, client in CLIENTS.items()}, **RULES_NEVER}
+    return never[client].get(behaviour) or NOT_YET.get(LINE, {}).get(behaviour)
 
 
 @pytest.fixture(scope="session")
@@ -225,16 +313,17 @@ def table() -> Iterator[dict[tuple[str, str], str]]:
 
 
 def as_markdown(cells: dict[tuple[str, str], str]) -> str:
-    series = (ROOT / "patches" / "v0.20.2" / "series").read_text().split()
+    series = (ROOT / "patches" / LINE / "series").read_text().split()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
+    command = "make clients" if LINE == FIRST else f"make clients ON={LINE}"
     head = ["Client", *BEHAVIOURS]
     names = [*CLIENTS, *rules.RULES]
     lines = [
         "# Clients",
         "",
-        f"`make clients`, {datetime.date.today()}, on a CPU: vLLM "
+        f"`{command}`, {datetime.date.today()}, on a CPU: vLLM "
         f"{importlib.metadata.version('vllm')}, series of {len(series)} patches (`{commit}`). Rows "
         "that a trainer takes and that equal the router of Hugging Face `transformers`, float32; "
         "a number stands for all rows of the case. – means that the client does not do this.",
@@ -245,6 +334,9 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
     for name in names:
         row = [cells.get((name, behaviour), "not run") for behaviour in BEHAVIOURS]
         lines.append("| " + " | ".join([label(name), *row]) + " |")
+        if name in ENGINES:
+            row = [cells.get((f"{name}, engine", behaviour), "–") for behaviour in BEHAVIOURS]
+            lines.append(f"| the same, rows of its own {ENGINES[name][0]} | {' | '.join(row)} |")
     broken = [cells.get((of, rule), "not run") for rule, (_, _, of, _) in BROKEN.items()]
     lines += [
         "",
@@ -260,14 +352,15 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
         "Why a cell has no number:",
         "",
     ]
-    never = {**{name: client.never for name, client in CLIENTS.items()}, **RULES_NEVER}
     for name in names:
         reasons: dict[str, list[str]] = {}
-        for behaviour, reason in never[name].items():
-            reasons.setdefault(reason, []).append(behaviour)
+        for behaviour in BEHAVIOURS:
+            if reason := why_not(name, behaviour):
+                reasons.setdefault(reason, []).append(behaviour)
         said = "; ".join(f"{reason} ({', '.join(of)})" for reason, of in reasons.items())
         if said:
             lines.append(f"- {name}: {said}.")
+    lines.append("- Engines: their programs here ask for the behaviours with a number alone.")
     return "\n".join(lines) + "\n"
 
 

@@ -10,11 +10,14 @@ trainer selects itself. Where the client fails, OUT/<behaviour>.error has its tr
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,12 @@ from examples.client import Completion, join
 from examples.clients.turns import join_turns
 
 OWN = -1
+# A client's own engine: small; prompts fill several chunks and blocks.
+ENGINE = {
+    "block_size": 32,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 64 << 20,
+}
 Routes = npt.NDArray[np.int64]
 
 
@@ -49,6 +58,58 @@ def whole(turns: Sequence[Turn]) -> list[Completion]:
     """The samples of a conversation: its choices, or its turns in one."""
     answered = [turn.completions() for turn in turns if not turn.aborted_at_once]
     return answered[0] if len(answered) == 1 else [join_turns([turn[0] for turn in answered])]
+
+
+def make_turn(prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any, str]]) -> Turn:
+    """A request to a client's own engine.
+
+    Args:
+        prompt: P ids.
+        answers: its choices: returned ids, the rows or None, and the finish reason.
+    """
+    choices = []
+    for index, (token_ids, rows, finish_reason) in enumerate(answers):
+        choice = {"index": index, "token_ids": list(token_ids), "finish_reason": finish_reason}
+        if rows is not None:
+            choice |= {
+                "routed_experts": encode(rows),
+                "routed_experts_start": 0,
+                "moe_layers": rows.any(axis=(0, 2)).nonzero()[0].tolist(),
+                "num_prompt_tokens": len(prompt),
+            }
+        choices.append(choice)
+    return Turn(list(prompt), 0, [{"choices": choices}])
+
+
+def encode(rows: Any) -> str:
+    """As the server does: base64 of a `.npy`."""
+    file = io.BytesIO()
+    np.save(file, rows)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def indented_block(text: str | None) -> str:
+    """The code of a docstring."""
+    lines = [line for line in (text or "").splitlines() if line.startswith("    ") or not line]
+    return textwrap.dedent("\n".join(lines))
+
+
+def run_engine(roll_out: Callable[[str], Iterable[tuple[str, list[Turn]]]]) -> None:
+    """Record a client's own engine, in the server's environment:
+
+        python engine_<client>.py CHECKPOINT RECORDS PACKAGES
+
+    The packages are the client's, behind those of the environment. Writes a record for each
+    behaviour, which `with_<client>.py` replays.
+
+    Args:
+        roll_out: from a checkpoint to behaviours and their turns. Imports the client.
+    """
+    checkpoint, records, packages = sys.argv[1:]
+    sys.path.append(packages)
+    for behaviour, turns in roll_out(checkpoint):
+        document = {"turns": [asdict(turn) for turn in turns]}
+        (Path(records) / f"{behaviour}.json").write_text(json.dumps(document))
 
 
 def run(replay: Callable[[list[Turn]], Sequence[tuple[Sequence[int], Any]]]) -> None:

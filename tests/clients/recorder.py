@@ -12,16 +12,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from harness.checkpoint import make_checkpoint
+from harness import oracle
+from harness.checkpoint import FAMILIES, make_checkpoint
+from harness.lines import LINES
 from harness.server import Server
 
 PATH = "/inference/v1/generate"
+
+# The line that is installed.
+LINE = "v" + version("vllm").partition("+")[0]
 
 # A small family for each form of rows, and its checkpoint.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,7 +40,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 CHUNK = 64
-ARGUMENTS = ["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}"]
+ARGUMENTS = [
+    "--enable-return-routed-experts",
+    f"--max-num-batched-tokens={CHUNK}",
+    "--enforce-eager",
+]
 # /pause and /resume.
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 # Tokens between two turns: what a tool or a user said.
@@ -170,10 +180,10 @@ def streamed(server: Server, prompts: Iterator[list[int]]) -> Iterator[Turn]:
 def prefix_hit(server: Server, prompts: Iterator[list[int]]) -> Iterator[Turn]:
     prompt = next(prompts)
     send(server, prompt)
-    hits = server.metric("vllm:routed_experts_store_hits_total")
+    hits = server.metric("vllm:prefix_cache_hits_total")
     turn = send(server, [*prompt, *next(prompts)[:BETWEEN]])
     assert hits is not None
-    assert server.metric("vllm:routed_experts_store_hits_total") > hits
+    assert server.metric("vllm:prefix_cache_hits_total") > hits
     yield turn
 
 
@@ -241,6 +251,11 @@ BEHAVIOURS: dict[str, tuple[str, Callable[[Server, Iterator[list[int]]], Iterato
     "300 experts": ("300-experts", one_turn),
 }
 
+# By line: what its server does not do yet, with the reason.
+NOT_YET: dict[str, dict[str, str]] = {
+    "v0.33.0": {"abort without tokens": "a paused server answers 503: no request waits for it"}
+}
+
 
 def record(model: str, folder: Path, records: Path) -> Path:
     """Serve a model and record its behaviours.
@@ -257,8 +272,27 @@ def record(model: str, folder: Path, records: Path) -> Path:
     checkpoint = make_checkpoint(folder / "checkpoint", family, **overrides)
     rng = np.random.default_rng(len(model))
     prompts = iter(lambda: [int(t) for t in rng.integers(4, 700, 2 * CHUNK + 3)], None)
-    with Server(checkpoint, folder / "server.log", ARGUMENTS, ENVIRONMENT) as server:
-        for behaviour, (of, turns) in BEHAVIOURS.items():
-            if of == model:
-                Record(behaviour, model, list(turns(server, prompts))).write(records)
+    log = folder / "server.log"
+    with Server(checkpoint, log, ARGUMENTS, ENVIRONMENT, line=LINE) as server:
+        for behaviour, (of, ask) in BEHAVIOURS.items():
+            if of == model and behaviour not in NOT_YET.get(LINE, {}):
+                turns = list(ask(server, prompts))
+                if not LINES[LINE].states_place:
+                    state_place(turns, model, checkpoint)
+                Record(behaviour, model, turns).write(records)
     return checkpoint
+
+
+def state_place(turns: Sequence[Turn], model: str, checkpoint: Path) -> None:
+    """Add what answers of a line do not state, and a caller knows by the request and the model."""
+    moe_layers = list(oracle.route(checkpoint, turns[0].prompt).layers)
+    known: dict[str, Any] = {"moe_layers": moe_layers}
+    config = json.loads((checkpoint / "config.json").read_text())
+    top_k = config[FAMILIES[MODELS[model][0]].top_k]
+    if isinstance(top_k, list):
+        known["moe_top_k"] = [top_k[layer] for layer in moe_layers]
+    for turn in turns:
+        place = {"routed_experts_start": turn.start, "num_prompt_tokens": len(turn.prompt)}
+        for choice in (c for chunk in turn.chunks for c in chunk["choices"]):
+            if choice.get("routed_experts") is not None:
+                choice.update(place | known)

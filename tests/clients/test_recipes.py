@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import base64
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,16 @@ import pytest
 import torch
 
 from examples.client import Completion, RoutedExpertsError, join
+from examples.clients import turns
 from examples.clients.megatron_replay import router_targets
 from examples.clients.prime_rl_answers import reencode
 from examples.clients.turns import join_turns
-from tests.clients.conftest import encode
+from tests.clients.conftest import RECIPES, ROOT, commands
+from tests.clients.driving import encode, indented_block
 
 LAYERS, TOP_K = 3, 4
+# What a user and a tool said.
+TURNS = [[0, 1, 2], [7, 8], [13]]
 
 
 def make_rows(count: int, seed: int = 0) -> Any:
@@ -50,6 +56,44 @@ def test_turns_that_ask_for_new_rows_alone_join_to_all_rows() -> None:
     whole = join_turns(turns)
     np.testing.assert_array_equal(whole.rows, make_rows(64)[:21])
     assert (whole.start, len(whole.prompt), len(whole.token_ids)) == (0, 20, 2)
+
+
+def fake_generate(url: str, prompt: list[int], sampling: Any, *, start: int) -> list[Completion]:
+    """A server that answers each turn with four tokens."""
+    return [make_turn(len(prompt), 4, start)]
+
+
+def test_loop_of_several_turns_gets_all_rows() -> None:
+    code = indented_block(turns.__doc__)
+    names = {**vars(turns), "generate": fake_generate, "url": "", "environment": TURNS}
+    exec(code, names)
+    np.testing.assert_array_equal(names["rows"], make_rows(64)[: len(names["said"]) - 1])
+    assert len(names["said"]) == sum(map(len, TURNS)) + 4 * len(TURNS)
+
+
+def test_page_for_trainer_teams_asks_for_the_rows_behind_those_of_the_turn_before() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"generate": fake_generate, "url": "", "said": [0, 1, 2], "new": [3]}
+    exec(code, names)
+    assert names["turn"].start == 2
+
+
+def test_cast_for_nemo_rl_gives_torch_rows_that_it_can_take_the_maximum_of() -> None:
+    completion = SimpleNamespace(routed_experts=make_rows(5).astype(np.uint16) + 256)
+    with pytest.raises(RuntimeError, match="UInt16"):
+        torch.from_numpy(completion.routed_experts).max()
+    (code,) = commands("NeMo-RL", "python")
+    names: dict[str, Any] = {"completion": completion}
+    exec(code, names)
+    assert torch.from_numpy(names["routed_experts"]).max() == completion.routed_experts.max()
+
+
+def test_bytes_for_slime_are_those_that_it_decodes() -> None:
+    (code,) = re.findall(r"`(rows\.\S+)`", RECIPES)
+    rows = make_rows(5)
+    sent = eval(code, {"rows": rows})
+    np.testing.assert_array_equal(np.frombuffer(sent, np.int32).reshape(rows.shape), rows)
 
 
 def test_turns_that_ask_for_all_rows_keep_the_earlier_ones() -> None:

@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from driving import Turn, run, whole
+from driving import Turn, indented_block, run, whole
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from examples.clients.megatron_replay import router_targets
+from examples.clients import megatron_replay
 
 # Of every recorded model, or more.
 NUM_EXPERTS = 300
 # Behind the sequence, as batches have it.
 PADDING = 5
+# From `RouterReplay` and the function of the recipe to routers that replay.
+RECIPE = indented_block(megatron_replay.__doc__)
 
 
 def make_router(top_k: int) -> TopKRouter:
@@ -43,11 +45,16 @@ def replay(turns: list[Turn]) -> list[tuple[list[int], Any]]:
 def replay_one(completion: Any) -> tuple[list[int], Any]:
     tokens = [*completion.prompt, *completion.token_ids]
     length = len(tokens) + PADDING
-    targets = router_targets(completion, length)
     RouterReplay.clear_global_router_replay_instances()
-    routers = [make_router(target.shape[1]) for target in targets]
-    RouterReplay.set_replay_data(targets)
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    routers = [make_router(rows.shape[1]) for rows in completion.by_layer().values()]
+    names = {
+        "RouterReplay": RouterReplay,
+        "RouterReplayAction": RouterReplayAction,
+        "router_targets": megatron_replay.router_targets,
+        "completion": completion,
+        "length": length,
+    }
+    exec(RECIPE, names)
 
     layers, most = completion.rows.shape[1:]
     routes = np.zeros((len(tokens), layers, most), dtype=np.int64)
