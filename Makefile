@@ -144,6 +144,11 @@ stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules 
 clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of verl, ms-swift, SkyRL, verifiers and megatron-core
 	@exec $(PY) -m pytest -m clients tests/clients
 	@cp build/clients/clients.md $(RECORDS)/clients.md
+ifndef OTHER
+	@# The page for trainer teams ends with this table.
+	@sed -i '/^`make clients`, /,$$d' docs/clients.md
+	@sed '1,/^$$/d; /^With a rule/,$$d' $(RECORDS)/clients.md | sed '$$d' >>docs/clients.md
+endif
 
 .PHONY: client-venvs
 client-venvs: $(CLIENT_VENVS) #> Make the clients' environments (CLIENTS='verl megatron-core': these alone)

@@ -187,14 +187,10 @@ def test_lock_is_complete_and_names_no_place(name: str) -> None:
     assert "://" not in read(f"requirements/{name}.txt")
 
 
-def test_lock_has_the_installer_that_installs_it() -> None:
+@pytest.mark.parametrize("name", ["environment", "cuda"])
+def test_lock_has_the_installer_that_installs_it(name: str) -> None:
     (installer,) = pinned("requirements/bootstrap.txt").items()
-    assert installer in pinned("requirements/environment.txt").items()
-
-
-def test_image_lock_has_the_installer_that_installs_it() -> None:
-    (installer,) = pinned("requirements/bootstrap.txt").items()
-    assert installer in pinned("requirements/cuda.txt").items()
+    assert installer in pinned(f"requirements/{name}.txt").items()
 
 
 def test_image_builds_with_the_tools_that_are_tested() -> None:

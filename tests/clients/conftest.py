@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
@@ -27,8 +26,8 @@ from harness import oracle
 from harness.lines import FIRST, LINES
 from harness.process import ENVIRONMENT
 from tests.clients import rules
-from tests.clients.driving import OWN, Routes, Turn, encode
-from tests.clients.recorder import BEHAVIOURS, LINE, MODELS, NOT_YET, record
+from tests.clients.driving import OWN, Routes, Turn, encode, read_record, write_record
+from tests.clients.recorder import BEHAVIOURS, LINE, MODELS, NOT_YET, record, recorded
 
 # Programs of other environments: this one cannot import them to look for tests.
 collect_ignore_glob = ["with_*.py", "engine_*.py"]
@@ -40,6 +39,10 @@ RESENDS = "asks for all rows in each turn"
 CONTINUES = "asks for new rows alone"
 WHOLE = "does not stream"
 NO_RESUME = "drops what was aborted"
+UNSTATED = (
+    "Answers of this line do not state `routed_experts_start`, `num_prompt_tokens` and "
+    "`moe_layers`. The caller knows them by its request and its model; they were added here."
+)
 ALONE = "sends a request for each sample"
 
 
@@ -106,6 +109,14 @@ ENGINES = {
         ("one turn", "several turns, resent", "n > 1", "abort and resume", "prefix-cache hit"),
     ),
 }
+# By line, client and behaviour: what an engine cannot do.
+ENGINES_CANNOT = {
+    (
+        "v0.33.0",
+        "verl",
+        "abort and resume",
+    ): "verl 0.9.1 pauses with an argument that vLLM 0.33.0 does not have"
+}
 # By rule alone.
 RULES_NEVER: dict[str, dict[str, str]] = {
     "vime": {"several turns": RESENDS, "stream": WHOLE},
@@ -117,23 +128,23 @@ RULES_NEVER: dict[str, dict[str, str]] = {
 }
 
 
-def without_last_row(turns: list[dict[str, Any]]) -> None:
-    choice = turns[0]["chunks"][0]["choices"][0]
+def without_last_row(turns: list[Turn]) -> None:
+    choice = turns[0].chunks[0]["choices"][0]
     choice["routed_experts"] = encode(decode_rows(choice["routed_experts"])[:-1])
 
 
-def without_start(turns: list[dict[str, Any]]) -> None:
+def without_start(turns: list[Turn]) -> None:
     for turn in turns:
-        turn["chunks"][0]["choices"][0]["routed_experts_start"] = 0
+        turn.chunks[0]["choices"][0]["routed_experts_start"] = 0
 
 
-def without_top_k(turns: list[dict[str, Any]]) -> None:
-    del turns[0]["chunks"][0]["choices"][0]["moe_top_k"]
+def without_top_k(turns: list[Turn]) -> None:
+    del turns[0].chunks[0]["choices"][0]["moe_top_k"]
 
 
 # Rules that the server keeps, broken: from which record, how, which client must notice, and what
 # is then found.
-BROKEN: dict[str, tuple[str, Callable[[list[dict[str, Any]]], None], str, str]] = {
+BROKEN: dict[str, tuple[str, Callable[[list[Turn]], None], str, str]] = {
     "a row short at the abort": ("abort and resume", without_last_row, "verl", "disagrees"),
     "start not stated": ("several turns", without_start, "verifiers", "no rows for some message"),
     "ids repeated": ("smaller top-k", without_top_k, "megatron-core", "too few experts"),
@@ -153,8 +164,7 @@ class Answers:
     checkpoints: dict[str, Path]
 
     def turns(self, behaviour: str) -> list[Turn]:
-        record = json.loads((self.folder / f"{behaviour}.json").read_text())
-        return [Turn(**turn) for turn in record["turns"]]
+        return read_record(self.folder / f"{behaviour}.json")
 
     def count_true_rows(self, behaviour: str, samples: list[tuple[Any, Routes]]) -> int:
         """Compare every token but the last of each sample with the oracle; returns their number.
@@ -181,11 +191,15 @@ class Answers:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     folder = tmp_path_factory.mktemp("clients")
     records = folder / "records"
-    checkpoints = {model: record(model, folder / model, records) for model in MODELS}
+    checkpoints = {
+        model: record(model, folder / model, records) for model in MODELS if recorded(model)
+    }
     for name, (source, damage, _, _) in BROKEN.items():
-        document = json.loads((records / f"{source}.json").read_text())
-        damage(document["turns"])
-        (records / f"{name}.json").write_text(json.dumps(document))
+        if source in NOT_YET.get(LINE, {}):
+            continue
+        turns = read_record(records / f"{source}.json")
+        damage(turns)
+        write_record(records, name, turns)
     return Answers(records, checkpoints)
 
 
@@ -301,6 +315,8 @@ def verl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def why_not(client: str, behaviour: str) -> str | None:
     """Why a client's cell of a behaviour has no number, if it has none."""
     never = {**{name: client.never for name, client in CLIENTS.items()}, **RULES_NEVER}
+    if never[client] is CLIENTS["verifiers"].never and not LINES[LINE].states_place:
+        return "reads `routed_experts_start`, which answers of this line do not state"
     return never[client].get(behaviour) or NOT_YET.get(LINE, {}).get(behaviour)
 
 
@@ -327,6 +343,7 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
         f"{importlib.metadata.version('vllm')}, series of {len(series)} patches (`{commit}`). Rows "
         "that a trainer takes and that equal the router of Hugging Face `transformers`, float32; "
         "a number stands for all rows of the case. – means that the client does not do this.",
+        *([] if LINES[LINE].states_place else ["", UNSTATED]),
         "",
         "| " + " | ".join(head) + " |",
         "| " + " | ".join("---" for _ in head) + " |",
@@ -361,6 +378,11 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
         if said:
             lines.append(f"- {name}: {said}.")
     lines.append("- Engines: their programs here ask for the behaviours with a number alone.")
+    lines += [
+        f"- {client}'s engine: {reason} ({behaviour})."
+        for (line, client, behaviour), reason in ENGINES_CANNOT.items()
+        if line == LINE
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -39,19 +39,46 @@ Routes = npt.NDArray[np.int64]
 
 @dataclass
 class Turn:
-    """A recorded request and its answer: see `recorder.Turn`."""
+    """One request and its answer.
+
+    Attributes:
+        prompt: P ids, as sent.
+        start: `routed_experts_prompt_start`, as sent.
+        chunks: the answer's JSON; of a stream, those of its events in their order.
+    """
 
     prompt: list[int]
     start: int
     chunks: list[dict[str, Any]]
 
     @property
+    def sequence(self) -> list[int]:
+        """Prompt and returned tokens of the first choice."""
+        parts = [c for chunk in self.chunks for c in chunk["choices"] if c["index"] == 0]
+        return [*self.prompt, *(t for part in parts for t in part["token_ids"] or ())]
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.chunks[-1]["choices"][-1]["finish_reason"]
+
+    @property
     def aborted_at_once(self) -> bool:
         """Whether the answer has no tokens, and so no rows."""
-        return not any(choice["token_ids"] for chunk in self.chunks for choice in chunk["choices"])
+        return self.sequence == self.prompt
 
     def completions(self) -> list[Completion]:
         return join(self.prompt, self.chunks)
+
+
+def write_record(folder: Path, behaviour: str, turns: Sequence[Turn]) -> None:
+    """Write the conversation of a behaviour as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"turns": [asdict(turn) for turn in turns]}
+    (folder / f"{behaviour}.json").write_text(json.dumps(document))
+
+
+def read_record(file: Path) -> list[Turn]:
+    return [Turn(**turn) for turn in json.loads(file.read_text())["turns"]]
 
 
 def whole(turns: Sequence[Turn]) -> list[Completion]:
@@ -108,8 +135,7 @@ def run_engine(roll_out: Callable[[str], Iterable[tuple[str, list[Turn]]]]) -> N
     checkpoint, records, packages = sys.argv[1:]
     sys.path.append(packages)
     for behaviour, turns in roll_out(checkpoint):
-        document = {"turns": [asdict(turn) for turn in turns]}
-        (Path(records) / f"{behaviour}.json").write_text(json.dumps(document))
+        write_record(Path(records), behaviour, turns)
 
 
 def run(replay: Callable[[list[Turn]], Sequence[tuple[Sequence[int], Any]]]) -> None:
@@ -121,9 +147,8 @@ def run(replay: Callable[[list[Turn]], Sequence[tuple[Sequence[int], Any]]]) -> 
     records, out = map(Path, sys.argv[1:])
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(records.glob("*.json")):
-        record = json.loads(file.read_text())
         try:
-            samples = replay([Turn(**turn) for turn in record["turns"]])
+            samples = replay(read_record(file))
             arrays = {}
             for i, (tokens, routes) in enumerate(samples):
                 arrays[f"tokens{i}"] = np.asarray(tokens, dtype=np.int64)

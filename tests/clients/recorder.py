@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ import httpx
 import numpy as np
 
 from harness import oracle
-from harness.checkpoint import FAMILIES, make_checkpoint
+from harness.checkpoint import make_checkpoint
 from harness.lines import LINES
 from harness.server import Server
+from tests.clients.driving import Turn, write_record
 
 PATH = "/inference/v1/generate"
 
@@ -50,50 +50,6 @@ ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 # Tokens between two turns: what a tool or a user said.
 BETWEEN = 11
 TURNS = 4
-
-
-@dataclass
-class Turn:
-    """One request and its answer.
-
-    Attributes:
-        prompt: P ids, as sent.
-        start: `routed_experts_prompt_start`, as sent.
-        chunks: the answer's JSON; of a stream, those of its events in their order.
-    """
-
-    prompt: list[int]
-    start: int
-    chunks: list[dict[str, Any]]
-
-    @property
-    def sequence(self) -> list[int]:
-        """Prompt and returned tokens of the first choice."""
-        parts = [c for chunk in self.chunks for c in chunk["choices"] if c["index"] == 0]
-        return [*self.prompt, *(t for part in parts for t in part["token_ids"] or ())]
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.chunks[-1]["choices"][-1]["finish_reason"]
-
-
-@dataclass
-class Record:
-    """A recorded conversation.
-
-    Attributes:
-        behaviour: key of `BEHAVIOURS`.
-        model: key of `MODELS`.
-        turns: in their order.
-    """
-
-    behaviour: str
-    model: str
-    turns: list[Turn] = field(default_factory=list)
-
-    def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.behaviour}.json").write_text(json.dumps(asdict(self)) + "\n")
 
 
 def make_body(
@@ -251,10 +207,19 @@ BEHAVIOURS: dict[str, tuple[str, Callable[[Server, Iterator[list[int]]], Iterato
     "300 experts": ("300-experts", one_turn),
 }
 
-# By line: what its server does not do yet, with the reason.
+# By line: what it does not do yet, with the reason.
 NOT_YET: dict[str, dict[str, str]] = {
-    "v0.33.0": {"abort without tokens": "a paused server answers 503: no request waits for it"}
+    "v0.33.0": {
+        "abort without tokens": "a paused server of this line answers 503: no request waits for it",
+        "smaller top-k": "the `transformers` of this line has no such model of our families",
+    }
 }
+
+
+def recorded(model: str) -> list[str]:
+    """The behaviours of a model on this line."""
+    not_yet = NOT_YET.get(LINE, {})
+    return [name for name, (of, _) in BEHAVIOURS.items() if of == model and name not in not_yet]
 
 
 def record(model: str, folder: Path, records: Path) -> Path:
@@ -274,25 +239,20 @@ def record(model: str, folder: Path, records: Path) -> Path:
     prompts = iter(lambda: [int(t) for t in rng.integers(4, 700, 2 * CHUNK + 3)], None)
     log = folder / "server.log"
     with Server(checkpoint, log, ARGUMENTS, ENVIRONMENT, line=LINE) as server:
-        for behaviour, (of, ask) in BEHAVIOURS.items():
-            if of == model and behaviour not in NOT_YET.get(LINE, {}):
-                turns = list(ask(server, prompts))
-                if not LINES[LINE].states_place:
-                    state_place(turns, model, checkpoint)
-                Record(behaviour, model, turns).write(records)
+        for behaviour in recorded(model):
+            turns = list(BEHAVIOURS[behaviour][1](server, prompts))
+            if not LINES[LINE].states_place:
+                state_place(turns, checkpoint)
+            write_record(records, behaviour, turns)
     return checkpoint
 
 
-def state_place(turns: Sequence[Turn], model: str, checkpoint: Path) -> None:
+def state_place(turns: Sequence[Turn], checkpoint: Path) -> None:
     """Add what answers of a line do not state, and a caller knows by the request and the model."""
     moe_layers = list(oracle.route(checkpoint, turns[0].prompt).layers)
-    known: dict[str, Any] = {"moe_layers": moe_layers}
-    config = json.loads((checkpoint / "config.json").read_text())
-    top_k = config[FAMILIES[MODELS[model][0]].top_k]
-    if isinstance(top_k, list):
-        known["moe_top_k"] = [top_k[layer] for layer in moe_layers]
     for turn in turns:
-        place = {"routed_experts_start": turn.start, "num_prompt_tokens": len(turn.prompt)}
         for choice in (c for chunk in turn.chunks for c in chunk["choices"]):
             if choice.get("routed_experts") is not None:
-                choice.update(place | known)
+                choice["routed_experts_start"] = turn.start
+                choice["num_prompt_tokens"] = len(turn.prompt)
+                choice["moe_layers"] = moe_layers

@@ -79,6 +79,25 @@ def test_page_for_trainer_teams_asks_for_the_rows_behind_those_of_the_turn_befor
     assert names["turn"].start == 2
 
 
+def test_page_for_trainer_teams_has_the_recorded_table() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    record = (ROOT / "benchmarks" / "results" / "clients.md").read_text(encoding="utf-8")
+    table, rest = record.split("\n", 2)[2].split("\nWith a rule of the server broken")
+    assert rest
+    assert page.endswith(table)
+
+
+def test_page_for_trainer_teams_names_the_locked_versions() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    locks = [file.read_text() for file in (ROOT / "requirements").glob("clients-*.in")]
+    versions = {
+        n: v for text in locks for n, v in re.findall(r"^(\S+)==(\S+)$", text, re.MULTILINE)
+    }
+    named = re.findall(r"(?:^\| |, )(\S+) (\d[\w.]+) ?(?=[|,])", page, re.MULTILINE)
+    assert {"verl", "megatron-core", "skyrl"} <= {name.lower() for name, _ in named}
+    assert {name: versions[name.lower()] for name, _ in named} == dict(named)
+
+
 def test_cast_for_nemo_rl_gives_torch_rows_that_it_can_take_the_maximum_of() -> None:
     completion = SimpleNamespace(routed_experts=make_rows(5).astype(np.uint16) + 256)
     with pytest.raises(RuntimeError, match="UInt16"):

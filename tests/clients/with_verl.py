@@ -94,7 +94,7 @@ def prompts_of_turns(turns: list[Turn]) -> Iterator[list[int]]:
     for turn in turns:
         if not aborted:
             yield turn.prompt
-        aborted = turn.chunks[-1]["choices"][-1]["finish_reason"] == "abort"
+        aborted = turn.finish_reason == "abort"
 
 
 if __name__ == "__main__":
