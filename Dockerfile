@@ -1,27 +1,29 @@
-# The image for GPU clusters: make image BASE_IMAGE=name@sha256:...  (deploy/README.md)
+# Two images: make image VARIANT=cuda|cpu BASE_IMAGE=name@sha256:...  (deploy/README.md)
 #
-# Every RUN is a script of deploy/ that tests/deploy executes without Docker.
+# Every RUN is a script of deploy/ that tests/deploy executes without Docker; `make image-test` builds
+# and runs the cpu image.
 
 # No default: whoever builds says which base to trust, by digest.
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE} AS base
-ARG BASE_IMAGE
+ARG BASE_IMAGE VARIANT
 COPY deploy/pinned-image.sh /opt/deploy/
 COPY deploy/image /opt/deploy/image
-RUN /opt/deploy/image/base.sh "${BASE_IMAGE}" && /opt/deploy/image/packages.sh run
+RUN /opt/deploy/image/base.sh "${BASE_IMAGE}" "${VARIANT}" && /opt/deploy/image/packages.sh "${VARIANT}"
 
-# The wheel: built here, or taken from build/*/wheels-cuda; proved in both cases.
+# The wheel: built here, or taken from build/*/wheels*; proved in both cases.
 FROM base AS wheel
 RUN /opt/deploy/image/packages.sh build
 WORKDIR /src
 COPY . .
-ARG PIN SERIES_FINGERPRINT WHEEL_VERSION
-RUN deploy/image/wheel.sh /out
+ARG VARIANT PIN SERIES_FINGERPRINT WHEEL_VERSION
+RUN deploy/image/wheel.sh "${VARIANT}" /out
 
 FROM base AS server
-COPY requirements/bootstrap.txt requirements/cuda.txt /opt/requirements/
+ARG VARIANT
+COPY requirements/bootstrap.txt requirements/${VARIANT}.txt /opt/requirements/
 RUN --mount=type=bind,from=wheel,source=/out,target=/wheel \
-    /opt/deploy/image/install.sh /wheel /opt/requirements /opt/vllm
+    /opt/deploy/image/install.sh "${VARIANT}" /wheel /opt/requirements /opt/vllm
 COPY --from=wheel /out/sbom.cdx.json /usr/share/vllm-routed-experts/
 RUN /opt/deploy/image/user.sh
 
@@ -39,6 +41,7 @@ LABEL org.opencontainers.image.title="vllm-routed-experts" \
       org.opencontainers.image.version="${WHEEL_VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.base.name="${BASE_IMAGE}" \
+      vllm-routed-experts.variant="${VARIANT}" \
       vllm-routed-experts.pin="${PIN}" \
       vllm-routed-experts.series-fingerprint="${SERIES_FINGERPRINT}" \
       vllm-routed-experts.sbom="/usr/share/vllm-routed-experts/sbom.cdx.json"

@@ -46,8 +46,10 @@ RECORDS := benchmarks/results$(addprefix /,$(OTHER))
 DEMO = $(addprefix --out $(MADE)/demo --on ,$(OTHER))
 # The tests of a line: the first one's are all but the other lines'.
 TESTS = $(if $(OTHER),tests/$(LINE),$(patsubst %,--ignore=tests/%,$(filter-out $(LINE),$(LINES))))
-# The name that `make image` gives.
-IMAGE ?= vllm-routed-experts
+# Which image `make image` builds, cuda or cpu, the name that it gives, and what builds it.
+VARIANT ?= cuda
+IMAGE ?= vllm-routed-experts:$(VARIANT)
+BUILD ?= docker build
 # The base wheels that wheel-cuda and verify-cuda take: those of the line's pin.
 CUDA ?= $(shell sed -n 's/^\[wheel\.\(cuda[a-z0-9-]*\)\]$$/\1/p' patches/$(LINE)/upstream.toml)
 
@@ -276,11 +278,18 @@ release: apply #> Build the prepared release into build/<line>/release: wheels, 
 	$(TOOLS) release build $(FROM)
 
 .PHONY: image
-image: $(TOOLS_LOCKED) #> Build the image for GPU clusters: make image BASE_IMAGE=name@sha256:... (deploy/README.md)
+image: $(TOOLS_LOCKED) #> Build an image: make image VARIANT=cuda|cpu BASE_IMAGE=name@sha256:... (deploy/README.md)
 	@deploy/pinned-image.sh "$(BASE_IMAGE)"
-	docker build --tag $(IMAGE) --build-arg BASE_IMAGE="$(BASE_IMAGE)" \
-		$$($(TOOLS) wheel identity --variant cuda | sed 's/^/--build-arg /') \
+	$(BUILD) --tag $(IMAGE) --build-arg BASE_IMAGE="$(BASE_IMAGE)" --build-arg VARIANT=$(VARIANT) \
+		$$($(TOOLS) wheel identity --variant $(VARIANT) | sed 's/^/--build-arg /') \
 		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -dirty)" .
+
+.PHONY: image-test
+image-test: $(INSTALLED) #> Build the cpu image on a stand-in base and check it from outside (buildah, debootstrap; root)
+	@for program in buildah debootstrap; do command -v $$program >/dev/null || \
+		{ echo "error: there is no $$program; as root: apt-get install buildah debootstrap" >&2; exit 1; }; done
+	@exec $(PY) -m pytest -m image tests/deploy/test_built_image.py
+	@cp build/image/image.md $(RECORDS)/image.md
 
 ##@ Keep house
 
@@ -289,8 +298,9 @@ lock: apply #> Write requirements/*.txt again (ARGS=--upgrade for newer versions
 ifdef OTHER
 	$(LOCK_LINE) $(ARGS) --output-file $(LOCK_FILE) requirements/$(LINE).in
 else
-	grep '^uv==' requirements/environment.in | $(LOCK) --no-annotate --output-file requirements/bootstrap.txt -
+	grep '^uv==' requirements/cpu.in | $(LOCK) --no-annotate --output-file requirements/bootstrap.txt -
 	$(LOCK) $(ARGS) --output-file requirements/environment.txt requirements/environment.in
+	@$(call prefer,requirements/cpu.txt); $(LOCK) --output-file requirements/cpu.txt requirements/cpu.in
 	@for name in cuda tools; do $(call prefer,requirements/$$name.txt); \
 		$(LOCK_IMAGE) --output-file requirements/$$name.txt requirements/$$name.in; done
 	@# One list for both machines: it holds the digests of every machine's wheels.

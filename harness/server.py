@@ -80,6 +80,7 @@ class Server(Kept):
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         *,
+        program: Sequence[str] = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"),
         line: str = FIRST,
         timeout_s: float | None = None,
         progress: Progress | None = None,
@@ -91,6 +92,7 @@ class Server(Kept):
             log: file for the server's output, overwritten.
             args: arguments of `vllm serve`; they override `ARGUMENTS` and the line's.
             env: variables on top of `ENVIRONMENT` and the line's.
+            program: what the checkpoint and the arguments are given to.
             line: of `patches/`, the one that the `vllm` is of.
             timeout_s: how long it may take to be ready, if not the line's `ready_s`.
             progress: called while waiting.
@@ -101,8 +103,7 @@ class Server(Kept):
         self.progress = progress
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.checkpoint]
-        command += [*ARGUMENTS, *self.line.arguments, *args]
+        command = [*program, self.checkpoint, *ARGUMENTS, *self.line.arguments, *args]
         command += ["--host=127.0.0.1", f"--port={self.port}"]
         super().__init__(command, log, {**self.line.variables(), **(env or {})})
 

@@ -33,7 +33,7 @@ CLIENT_LOCKS = [
     f"clients-{name}" for name in ("megatron-core", "ms-swift", "skyrl", "verifiers", "verl")
 ]
 LOCKS = tuple(
-    f"requirements/{name}.txt" for name in ("environment", "cuda", "v0.33.0", *CLIENT_LOCKS)
+    f"requirements/{name}.txt" for name in ("environment", "cpu", "cuda", "v0.33.0", *CLIENT_LOCKS)
 )
 
 
@@ -178,7 +178,7 @@ def test_documentation_is_that_of_the_series() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bootstrap", "cuda", "environment", "tools", "v0.33.0", *CLIENT_LOCKS]
+    "name", ["bootstrap", "cpu", "cuda", "environment", "tools", "v0.33.0", *CLIENT_LOCKS]
 )
 def test_lock_is_complete_and_names_no_place(name: str) -> None:
     lock = pinned(f"requirements/{name}.txt")
@@ -187,10 +187,15 @@ def test_lock_is_complete_and_names_no_place(name: str) -> None:
     assert "://" not in read(f"requirements/{name}.txt")
 
 
-@pytest.mark.parametrize("name", ["environment", "cuda"])
+@pytest.mark.parametrize("name", ["environment", "cpu", "cuda"])
 def test_lock_has_the_installer_that_installs_it(name: str) -> None:
     (installer,) = pinned("requirements/bootstrap.txt").items()
     assert installer in pinned(f"requirements/{name}.txt").items()
+
+
+def test_cpu_image_has_what_the_tests_run_with() -> None:
+    image, tested = pinned("requirements/cpu.txt"), pinned("requirements/environment.txt")
+    assert {name: tested.get(name) for name in image} == image
 
 
 def test_image_builds_with_the_tools_that_are_tested() -> None:
@@ -215,6 +220,7 @@ def test_lock_is_what_is_installed() -> None:
     ("name", "python", "sources"),
     [
         ("environment", "3.11", ["common"]),
+        ("cpu", "3.11", ["common"]),
         ("cuda", "3.12", ["common", "cuda"]),
     ],
 )

@@ -1,29 +1,46 @@
 #!/usr/bin/env bash
-# Check that the base image can carry the wheel: named by digest, glibc and CUDA compiler new enough.
+# Check that the base image can carry the wheel: named by digest, glibc and CUDA new enough. Say what
+# can be compiled while it serves.
+#
+#   base.sh IMAGE@sha256:... cuda|cpu
 set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")
 "$here/../pinned-image.sh" "${1:-}"
+variant=${2:-}
+"$here/python.sh" "$variant" >/dev/null
 
 refuse() {
     printf 'error: this base image cannot be used: %s\n  expected: %s\n  found:    %s\n' "$1" "$2" "$3" >&2
     exit 1
 }
 
-case $(uname -m) in
-x86_64 | aarch64) ;;
-*) refuse "there is no CUDA base wheel for its machine" "x86_64 or aarch64" "$(uname -m)" ;;
+# The base wheels are manylinux_2_35 (cuda) and manylinux_2_28 (cpu).
+case $variant-$(uname -m) in
+cuda-x86_64 | cuda-aarch64) oldest=2.35 ;;
+cpu-x86_64) oldest=2.28 ;;
+cuda-*) refuse "there is no CUDA base wheel for its machine" "x86_64 or aarch64" "$(uname -m)" ;;
+*) refuse "there is no CPU base wheel for its machine" "x86_64" "$(uname -m)" ;;
 esac
-
-# The base wheels are manylinux_2_35.
 glibc=$(getconf GNU_LIBC_VERSION | cut -d ' ' -f 2)
-if ! printf '2.35\n%s\n' "$glibc" | sort --version-sort --check=quiet; then
-    refuse "glibc is too old" "2.35 or newer" "$glibc"
+if ! printf '%s\n%s\n' "$oldest" "$glibc" | sort --version-sort --check=quiet; then
+    refuse "glibc is too old" "$oldest or newer" "$glibc"
+fi
+if [ "$variant" = cpu ]; then
+    echo "compiler: gcc of the distribution, for torch.compile"
+    exit
 fi
 
-# FlashInfer and DeepGEMM compile kernels while vLLM runs; torch of the lock is for CUDA 13.
+# torch of the lock is for CUDA 13. NVIDIA's images and vLLM's say their version in CUDA_VERSION.
 nvcc=$(command -v nvcc || echo "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
-cuda=$("$nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p') || true
-if [ "$cuda" != 13 ]; then
-    refuse "there is no compiler of CUDA 13" "nvcc of CUDA 13: the devel flavour of an image" "${cuda:-none}"
+compiler=$("$nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p') || true
+cuda=${compiler:-${CUDA_VERSION:-}}
+if [ "${cuda%%.*}" != 13 ]; then
+    refuse "it is not for CUDA 13" "a runtime or devel image of CUDA 13" "${cuda:-no CUDA}"
+fi
+if [ -n "$compiler" ]; then
+    echo "compiler: nvcc $compiler, for kernels that FlashInfer and DeepGEMM compile while they serve"
+else
+    echo "compiler: no nvcc: FlashInfer and DeepGEMM cannot compile kernels while they serve;" \
+        "for models that need those take the devel flavour"
 fi

@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# Build the patched CUDA wheel for this machine, or take the one in build/*/wheels-cuda; prove either way
-# that it is the pinned base wheel plus the series; put it and its bill of materials into a directory.
+# Build the patched wheel for this machine, or take the one in build/*/wheels-cuda or build/*/wheels;
+# prove either way that it is the pinned base wheel plus the series; put it and its bill of materials into
+# a directory.
 #
-#   wheel.sh OUT
+#   wheel.sh cuda|cpu OUT
 #
 # PIN, SERIES_FINGERPRINT and WHEEL_VERSION are what the image's labels say; they must be true.
 set -euo pipefail
 
-out=${1:?the directory to write to}
+image=${1:?cuda or cpu}
+out=${2:?the directory to write to}
 root=${ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)}
-case $(uname -m) in
-x86_64) variant=cuda ;;
-aarch64) variant=cuda-aarch64 ;;
+case $image-$(uname -m) in
+cuda-x86_64) variant=cuda made=wheels-cuda ;;
+cuda-aarch64) variant=cuda-aarch64 made=wheels-cuda ;;
+cpu-x86_64) variant=cpu made=wheels ;;
 *)
-    echo "error: there is no CUDA base wheel for $(uname -m)" >&2
+    echo "error: there is no base wheel of the variant $image for $(uname -m)" >&2
     exit 1
     ;;
 esac
@@ -22,7 +25,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-}
 if [ -z "$python" ]; then
     venv=$(mktemp -d)
-    python3.12 -m venv "$venv"
+    "$(deploy/image/python.sh "$image")" -m venv "$venv"
     python=$venv/bin/python
     "$python" -m pip install --quiet --no-cache-dir --disable-pip-version-check --only-binary :all: \
         --require-hashes --requirement requirements/tools.txt
@@ -41,11 +44,11 @@ fi
 
 tools series apply
 shopt -s nullglob
-given=("$root"/build/*/wheels-cuda/vllm-*_"$(uname -m)".whl)
+given=("$root"/build/*/"$made"/vllm-*_"$(uname -m)".whl)
 if [ ${#given[@]} -eq 0 ]; then
-    made=$(mktemp -d)
-    tools wheel build --variant "$variant" --out "$made"
-    given=("$made"/vllm-*.whl)
+    built=$(mktemp -d)
+    tools wheel build --variant "$variant" --out "$built"
+    given=("$built"/vllm-*.whl)
 fi
 if [ ${#given[@]} -ne 1 ]; then
     echo "error: more than one wheel to take: ${given[*]}" >&2

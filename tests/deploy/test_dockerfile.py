@@ -36,7 +36,7 @@ def test_the_base_has_no_default_and_every_stage_stands_on_it() -> None:
 
 
 def test_the_base_is_checked_before_anything_else_runs() -> None:
-    assert of("RUN")[0].startswith('/opt/deploy/image/base.sh "${BASE_IMAGE}" && ')
+    assert of("RUN")[0].startswith('/opt/deploy/image/base.sh "${BASE_IMAGE}" "${VARIANT}" && ')
 
 
 def test_every_step_is_a_script_that_is_there() -> None:
@@ -83,6 +83,7 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
         *sources, _ = shlex.split(argument)
         for source in sources:
             if not argument.startswith("--from") and source != ".":
-                assert (ROOT / source).exists(), source
+                for variant in ("cuda", "cpu"):
+                    assert (ROOT / source.replace("${VARIANT}", variant)).exists(), source
                 assert source.split("/")[0] not in ignored
     assert {".git", ".venv", "build/*"} <= set(ignored)

@@ -64,39 +64,62 @@ def base(stage: Stage) -> Stage:
     return stage
 
 
-def test_a_base_that_does_is_let_through(base: Stage) -> None:
-    assert base.run("image/base.sh", IMAGE).returncode == 0
+@pytest.mark.parametrize("variant", ["cuda", "cpu"])
+def test_a_base_that_does_is_let_through(base: Stage, variant: str) -> None:
+    done = base.run("image/base.sh", IMAGE, variant)
+    assert done.returncode == 0
+    assert "compiler: " in done.stdout
+
+
+def test_a_runtime_base_is_let_through_and_said_to_compile_nothing(base: Stage) -> None:
+    base.program("nvcc", status=127)
+    done = base.run("image/base.sh", IMAGE, "cuda", CUDA_VERSION="13.0.2")
+    assert done.returncode == 0
+    assert "compiler: no nvcc" in done.stdout
+
+
+def test_an_unknown_variant_is_refused(base: Stage) -> None:
+    done = base.run("image/base.sh", IMAGE, "rocm")
+    assert done.returncode != 0
+    assert "cuda or cpu" in done.stderr
 
 
 def test_a_base_without_a_digest_is_refused(base: Stage) -> None:
-    done = base.run("image/base.sh", "nvidia/cuda:13.0.2-devel-ubuntu24.04")
+    done = base.run("image/base.sh", "nvidia/cuda:13.0.2-devel-ubuntu24.04", "cuda")
     assert done.returncode == 1
     assert "without a digest" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("program", "out", "said"),
+    ("variant", "program", "out", "said"),
     [
-        ("getconf", "glibc 2.31\n", "glibc is too old"),
-        ("getconf", "glibc 2.4\n", "glibc is too old"),
-        ("nvcc", NVCC.replace("13.0", "12.9"), "no compiler of CUDA 13"),
-        ("uname", "riscv64\n", "no CUDA base wheel for its machine"),
+        ("cuda", "getconf", "glibc 2.31\n", "glibc is too old"),
+        ("cuda", "getconf", "glibc 2.4\n", "glibc is too old"),
+        ("cpu", "getconf", "glibc 2.27\n", "glibc is too old"),
+        ("cuda", "nvcc", NVCC.replace("13.0", "12.9"), "not for CUDA 13"),
+        ("cuda", "uname", "riscv64\n", "no CUDA base wheel for its machine"),
+        ("cpu", "uname", "aarch64\n", "no CPU base wheel for its machine"),
     ],
 )
 def test_a_base_that_cannot_carry_the_wheel_is_refused(
-    base: Stage, program: str, out: str, said: str
+    base: Stage, variant: str, program: str, out: str, said: str
 ) -> None:
     base.program(program, out)
-    done = base.run("image/base.sh", IMAGE)
+    done = base.run("image/base.sh", IMAGE, variant)
     assert done.returncode == 1
     assert said in done.stderr
 
 
-def test_a_base_without_a_cuda_compiler_is_refused(base: Stage) -> None:
+@pytest.mark.parametrize(
+    ("environment", "found"), [({}, "no CUDA"), ({"CUDA_VERSION": "12.9.1"}, "12.9.1")]
+)
+def test_a_base_without_cuda_13_is_refused(
+    base: Stage, environment: dict[str, str], found: str
+) -> None:
     base.program("nvcc", status=127)
-    done = base.run("image/base.sh", IMAGE)
+    done = base.run("image/base.sh", IMAGE, "cuda", **environment)
     assert done.returncode == 1
-    assert "found:    none" in done.stderr
+    assert f"found:    {found}" in done.stderr
 
 
 # --- packages.sh, user.sh -------------------------------------------------------------------------
@@ -109,26 +132,40 @@ def packages(stage: Stage, role: str):
     return stage.run("image/packages.sh", role, LISTS=str(lists), NOTES=str(stage.place / "notes"))
 
 
-def test_packages_are_installed_and_noted(stage: Stage) -> None:
+@pytest.mark.parametrize(("variant", "python"), [("cuda", "python3.12"), ("cpu", "python3.11")])
+def test_packages_are_installed_and_noted(stage: Stage, variant: str, python: str) -> None:
     stage.program("apt-get")
     stage.program("dpkg-query", "python3.12 3.12.3\n")
-    assert packages(stage, "run").returncode == 0
-    update, install, _ = stage.calls()
+    stage.program(python, status=127)
+    assert packages(stage, variant).returncode == 0
+    _, update, install, _ = stage.calls()
     assert update[:2] == ["apt-get", "update"]
-    assert {"python3.12", "python3.12-venv", "python3.12-dev", "gcc"} <= set(install)
+    assert {python, f"{python}-venv", f"{python}-dev", "gcc"} <= set(install)
     assert "--no-install-recommends" in install
     assert (stage.place / "notes/system-packages.txt").read_text() == "python3.12 3.12.3\n"
     assert not list((stage.place / "lists").iterdir())
 
 
+def test_the_python_of_the_base_is_kept(stage: Stage) -> None:
+    """vLLM's own image has Python 3.12 on a distribution that has none."""
+    for name in ("apt-get", "dpkg-query", "python3.12"):
+        stage.program(name)
+    assert packages(stage, "cuda").returncode == 0
+    check, _, install, _ = stage.calls()
+    assert check[0] == "python3.12"
+    assert "gcc" in install
+    assert not [word for word in install if word.startswith("python")]
+
+
 def test_a_distribution_without_the_packages_is_told(stage: Stage) -> None:
+    stage.program("python3.12", status=127)
     stage.program("apt-get", status=100)
     # update must work for install to be what fails
     path = stage.place / "bin/apt-get"
     path.write_text('#!/bin/sh\n[ "$1" = update ]\n')
-    done = packages(stage, "run")
+    done = packages(stage, "cuda")
     assert done.returncode == 1
-    assert "expected: Ubuntu 24.04" in done.stderr
+    assert "or an image that has the Python itself" in done.stderr
 
 
 def test_an_unknown_role_installs_nothing(stage: Stage) -> None:
@@ -169,9 +206,10 @@ def labels(project: Toy) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
-def make_wheel(stage: Stage, project: Toy, said: dict[str, str]):
+def make_wheel(stage: Stage, project: Toy, said: dict[str, str], variant: str = "cuda"):
     return stage.run(
         "image/wheel.sh",
+        variant,
         str(stage.place / "out"),
         ROOT=str(project.root),
         PYTHON=sys.executable,
@@ -215,6 +253,17 @@ def test_a_wheel_that_is_there_is_taken(stage: Stage, project: Toy) -> None:
     assert wheel.read_bytes() == (out / wheel.name).read_bytes()
 
 
+def test_the_cpu_wheel_that_is_there_is_taken_for_the_cpu_image(stage: Stage, project: Toy) -> None:
+    out = project.build / "wheels"
+    project.do("wheel", "build", "--variant", "cpu", "--out", str(out))
+    identity = project.do("wheel", "identity", "--variant", "cpu").splitlines()
+    done = make_wheel(stage, project, dict(line.split("=", 1) for line in identity), "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "wheel: " not in done.stdout
+    (wheel,) = (stage.place / "out").glob("*.whl")
+    assert wheel.read_bytes() == (out / wheel.name).read_bytes()
+
+
 def test_a_wheel_with_a_changed_file_is_refused(stage: Stage, project: Toy) -> None:
     out = project.build / "wheels-cuda"
     project.do("wheel", "build", "--variant", "cuda", "--out", str(out))
@@ -231,7 +280,7 @@ def test_a_machine_without_a_base_wheel_is_refused(stage: Stage, project: Toy) -
     stage.program("uname", "riscv64\n")
     done = make_wheel(stage, project, labels(project))
     assert done.returncode == 1
-    assert "no CUDA base wheel" in done.stderr
+    assert "no base wheel of the variant cuda" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["PIN", "SERIES_FINGERPRINT", "WHEEL_VERSION"])
@@ -258,7 +307,8 @@ cp {bin}/uv "$3/bin/uv"
 """
 
 
-def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage) -> None:
+@pytest.mark.parametrize("variant", ["cuda", "cpu"])
+def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, variant: str) -> None:
     stage.program("pip")
     stage.program("uv")
     maker = stage.place / "maker"
@@ -268,14 +318,15 @@ def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage) -> None:
     wheels.mkdir()
     (wheels / "vllm-1.whl").write_text("")
     done = stage.run(
-        "image/install.sh", str(wheels), str(ROOT / "requirements"), str(venv), PYTHON=str(maker)
+        *("image/install.sh", variant, str(wheels), str(ROOT / "requirements"), str(venv)),
+        PYTHON=str(maker),
     )
     assert done.returncode == 0, done.stderr
     bootstrap, sync, wheel, check = stage.calls()
     assert {"--require-hashes", "--only-binary"} <= set(bootstrap)
     assert bootstrap[-1] == str(ROOT / "requirements/bootstrap.txt")
     assert {"sync", "--require-hashes", "--no-build"} <= set(sync)
-    assert str(ROOT / "requirements/cuda.txt") in sync
+    assert str(ROOT / f"requirements/{variant}.txt") in sync
     assert {"--no-deps", "--no-index", str(wheels / "vllm-1.whl")} <= set(wheel)
     assert check[2:4] == ["pip", "check"]
     assert all(call[-2:] == ["--python", f"{venv}/bin/python"] for call in (sync, wheel, check))
@@ -289,9 +340,10 @@ def test_a_failed_installation_fails_the_build(stage: Stage) -> None:
     maker.chmod(0o755)
     (stage.place / "wheels").mkdir()
     done = stage.run(
-        "image/install.sh", str(stage.place / "wheels"), "locks", str(stage.place / "venv"),
+        *("image/install.sh", "cuda", str(stage.place / "wheels"), "locks"),
+        str(stage.place / "venv"),
         PYTHON=str(maker),
-    )  # fmt: skip
+    )
     assert done.returncode != 0
 
 

@@ -4,12 +4,12 @@
 import argparse
 import io
 import re
-import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import tomlkit
+from backports import tarfile
 
 from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import ToolError

@@ -5,10 +5,11 @@ Refs and a record beside them tell which commits the patches reproduce.
 """
 
 import shutil
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from backports import tarfile
 
 from tools.common.errors import ToolError
 from tools.common.files import staging

@@ -7,13 +7,14 @@ import hashlib
 import io
 import shutil
 import sys
-import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+from backports import tarfile
 
 from tools.common.cli import add_path, add_tree, tell
 from tools.common.errors import ToolError
