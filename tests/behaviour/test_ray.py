@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers of vLLM's Ray executor return the rows of one process. Ray's processes, actors and
+compiled-graph channels are real, started by the script of the image; the workers compute on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from harness.process import Kept, free_port
+from harness.server import Answer, Server, ServerError
+from tests.behaviour.conftest import CHUNK, running
+from tests.behaviour.test_layouts import ask_all, assert_same_as_one_process
+from tests.real import PROJECT
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+pytestmark = pytest.mark.slow
+
+NODE = str(PROJECT.root / "deploy/image/ray-node.sh")
+PLATFORM = Path(__file__).with_name("ray_platform")
+
+
+def environment(folder: Path, address: str, port: int, gpus: int) -> dict[str, str]:
+    """Variables of one node.
+
+    Args:
+        folder: for Ray's own files; its name must be short, because of Ray's sockets.
+        address: of the node, on loopback.
+        port: of the head.
+        gpus: workers that the node takes.
+    """
+    path = [str(PLATFORM), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PATH": f"{PROJECT.root / '.venv/bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(path),
+        "NODE": address,
+        "RAY_PORT": str(port),
+        "RAY_TMPDIR": str(folder),
+        "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 2, "GPU": gpus}),
+        "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE": "shm",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if gpus == 2 else "all",
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Ray ends actors when little memory is free on the machine, whoever has taken it.
+        "RAY_memory_monitor_refresh_ms": "0",
+    }
+
+
+@contextmanager
+def cluster(model: Path, log: Path, *arguments: str, nodes: int = 1) -> Iterator[Server]:
+    """A server whose two workers are actors on one or two Ray nodes."""
+    port = free_port()
+    # pytest's folders have names that are too long for Ray's sockets.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as name, ExitStack() as stack:
+        folders = [Path(name, str(number)) for number in range(nodes)]
+        for number in range(1, nodes):
+            address = f"127.0.0.{2 + number}"
+            variables = environment(folders[number], address, port, gpus=1)
+            worker = Kept(
+                # The head is there soon, or never.
+                ["bash", "-c", 'for i in {1..30}; do "$0" worker && break; sleep 2; done', NODE],
+                log.with_suffix(f".{number}"),
+                variables | {"HEAD": "127.0.0.2"},
+            )
+            stack.enter_context(worker)
+        server = Server(
+            model,
+            log,
+            ["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}", *arguments],
+            environment(folders[0], "127.0.0.2", port, gpus=2 // nodes),
+            program=[NODE, "head"],
+        )
+        yield stack.enter_context(server)
+
+
+@pytest.fixture(scope="module")
+def one_process(model: Path) -> Iterator[LLM]:
+    with running(model, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+def actors(server: Server) -> list[psutil.Process]:
+    """The processes of the workers."""
+    tree = psutil.Process(server.pid).children(recursive=True)
+    return [p for p in tree if p.cmdline()[:1] and "RayWorkerWrapper" in p.cmdline()[0]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes"),
+    [
+        ("--tensor-parallel-size=2", 1),
+        ("--pipeline-parallel-size=2", 1),
+        ("--pipeline-parallel-size=2", 2),
+    ],
+)
+def test_rows_of_two_ray_workers_are_those_of_one_process(
+    one_process: LLM, model: Path, tmp_path: Path, layout: str, nodes: int
+) -> None:
+    with cluster(model, tmp_path / "server.log", layout, nodes=nodes) as server:
+        assert len(actors(server)) == 2 // nodes
+        assert_same_as_one_process(one_process, model, ask_all(server))
+        # Hundreds of steps write the same channels while rows of earlier ones wait for the answer.
+        prompts = [[5 + number, 6, 7] for number in range(8)]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(
+                pool.map(lambda p: server.generate(p, max_tokens=300, ignore_eos=True), prompts)
+            )
+        assert_same_as_one_process(one_process, model, answers)
+
+
+def test_dead_ray_worker_ends_the_answer_with_an_error(model: Path, tmp_path: Path) -> None:
+    with cluster(model, tmp_path / "server.log", "--tensor-parallel-size=2") as server:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.generate, [5, 6, 7], max_tokens=1000, ignore_eos=True)
+            while not server.metric("vllm:num_requests_running"):
+                time.sleep(0.05)
+            actors(server)[0].send_signal(signal.SIGKILL)
+            with pytest.raises(ServerError):
+                answer.result(timeout=120)
+        end = time.monotonic() + 60
+        while server.poll() is None:  # it ends: what supervises it starts another
+            assert time.monotonic() < end
+            time.sleep(0.2)
