@@ -21,7 +21,8 @@ import pytest
 
 from examples import client
 from harness import oracle
-from harness.server import Answer, Kept, Server, free_port
+from harness.process import Kept, free_port
+from harness.server import ARGUMENTS, Answer, Server
 from tests.behaviour.conftest import (
     CHUNK,
     as_prompts,
@@ -32,6 +33,7 @@ from tests.behaviour.conftest import (
     running,
     scheduler_of,
 )
+from tests.real import PROJECT
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -239,6 +241,34 @@ def ready(first: Server, second: Server) -> Iterator[None]:
         stack.enter_context(second)
         started.result()
         yield
+
+
+def test_rows_of_two_nodes_of_the_image_are_those_of_one_process(
+    one_process: LLM, model: Path, tmp_path: Path
+) -> None:
+    """The script of the image for nodes without Ray, each on an address of its own on loopback."""
+    program = str(PROJECT.root / "deploy/image/dp-node.sh")
+    port = str(free_port())
+
+    def place(rank: int) -> dict[str, str]:
+        return {
+            "PATH": f"{PROJECT.root / '.venv/bin'}:{os.environ['PATH']}",
+            "NODES": "2",
+            "RANK": str(rank),
+            "NODE": f"127.0.0.{2 + rank}",
+            "HEAD": "127.0.0.2",
+            "RPC_PORT": port,
+            "VLLM_CPU_OMP_THREADS_BIND": str(rank),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    arguments = ["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}"]
+    second = [program, str(model), *ARGUMENTS, *arguments]
+    with (
+        Kept(second, tmp_path / "1.log", place(1)),
+        Server(model, tmp_path / "0.log", arguments, place(0), program=[program]) as server,
+    ):
+        assert_same_as_one_process(one_process, model, ask_all(server))
 
 
 def test_rows_of_ranks_behind_an_external_load_balancer_are_those_of_one_process(

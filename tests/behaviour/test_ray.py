@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers of vLLM's Ray executor return the rows of one process. Ray's processes, actors and
-compiled-graph channels are real, started by the script of the image; the workers compute on CPUs."""
+channels are real, and started by the script of the image; the workers compute on CPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from harness.process import Kept, free_port
-from harness.server import Answer, Server, ServerError
+from harness.server import Server, ServerError
 from tests.behaviour.conftest import CHUNK, running
 from tests.behaviour.test_layouts import ask_all, assert_same_as_one_process
 from tests.real import PROJECT

@@ -347,7 +347,7 @@ def test_a_failed_installation_fails_the_build(stage: Stage) -> None:
     assert done.returncode != 0
 
 
-# --- health.sh, ray-node.sh -----------------------------------------------------------------------
+# --- health.sh, dp-node.sh, ray-node.sh -----------------------------------------------------------
 
 
 @pytest.fixture
@@ -393,6 +393,57 @@ def test_a_worker_is_as_healthy_as_its_head(stage: Stage, status: int) -> None:
     assert stage.calls() == [
         ["ray", "health-check", "--address", "10.0.0.1:6379", "--skip-version-check"]
     ]
+
+
+def test_another_rank_is_as_healthy_as_the_head(
+    stage: Stage, server: tuple[int, list[int]]
+) -> None:
+    port, answer = server
+    place = {"RANK": "1", "HEAD": "127.0.0.1", "PORT": str(port)}
+    assert stage.run("image/health.sh", **place).returncode == 0
+    answer[0] = 503
+    assert stage.run("image/health.sh", **place).returncode != 0
+
+
+def test_the_first_node_serves_at_its_own_address(stage: Stage) -> None:
+    stage.program("vllm")
+    place = {"NODES": "2", "RANK": "0", "NODE": "10.0.0.1", "HEAD": "any.name"}
+    done = stage.run("image/dp-node.sh", "some/model", "--enable-expert-parallel", **place)
+    assert done.returncode == 0, done.stderr
+    (call,) = stage.calls()
+    assert call[:4] == ["vllm", "serve", "some/model", "--enable-expert-parallel"]
+    assert {"--data-parallel-size=2", "--data-parallel-address=10.0.0.1"} <= set(call)
+    assert "--headless" not in call
+    assert stage.environment()["VLLM_HOST_IP"] == "10.0.0.1"
+
+
+def test_another_node_finds_the_head_by_its_name(stage: Stage) -> None:
+    stage.program("vllm")
+    stage.program("getent", "10.0.0.1 STREAM vllm-0\n10.0.0.1 DGRAM\n")
+    place = {"NODES": "2", "RANK": "1", "NODE": "10.0.0.2", "HEAD": "vllm-0.vllm"}
+    assert stage.run("image/dp-node.sh", "some/model", **place).returncode == 0
+    call = stage.calls()[-1]
+    assert "--data-parallel-address=10.0.0.1" in call
+    assert call[-2:] == ["--headless", "--data-parallel-start-rank=1"]
+
+
+def test_a_head_without_an_address_is_told(stage: Stage) -> None:
+    stage.program("vllm")
+    stage.program("getent", status=2)
+    place = {"NODES": "2", "RANK": "1", "NODE": "10.0.0.2", "HEAD": "vllm-0.vllm"}
+    done = stage.run("image/dp-node.sh", "some/model", **place, PAUSE_S="0")
+    assert done.returncode == 1
+    assert "HEAD is vllm-0.vllm" in done.stderr
+    assert all(call[0] == "getent" for call in stage.calls())
+
+
+@pytest.mark.parametrize("missing", ["NODES", "RANK", "NODE"])
+def test_a_rank_without_its_place_starts_nothing(stage: Stage, missing: str) -> None:
+    stage.program("vllm")
+    place = {"NODES": "2", "RANK": "0", "NODE": "10.0.0.1"}
+    del place[missing]
+    assert stage.run("image/dp-node.sh", "some/model", **place).returncode != 0
+    assert stage.calls() == []
 
 
 def test_the_head_starts_ray_and_then_serves_with_it(stage: Stage) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -40,15 +42,35 @@ def service() -> dict:
     return yaml.safe_load(substitute(COMPOSE, **SETTINGS))["services"]["vllm"]
 
 
-def manifest(stage: Stage) -> dict[str, dict]:
-    done = stage.run("kubernetes.sh", IMAGE, "some/model")
+def documents(stage: Stage, *more: str) -> list[dict]:
+    done = stage.run("kubernetes.sh", IMAGE, "some/model", *more)
     assert done.returncode == 0, done.stderr
-    return {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def manifest(stage: Stage) -> dict[str, dict]:
+    return {document["kind"]: document for document in documents(stage)}
 
 
 def container(stage: Stage) -> dict:
     (only,) = manifest(stage)["Deployment"]["spec"]["template"]["spec"]["containers"]
     return only
+
+
+def nodes(stage: Stage) -> dict:
+    """The pods of the server over several nodes."""
+    (only,) = [d for d in documents(stage, "nodes") if d["kind"] == "StatefulSet"]
+    return only["spec"]
+
+
+def node(stage: Stage) -> dict:
+    (only,) = nodes(stage)["template"]["spec"]["containers"]
+    return only
+
+
+def settings(of: dict) -> dict[str, Any]:
+    """Variables of a container, with their values or where these come from."""
+    return {v["name"]: v.get("value", v.get("valueFrom")) for v in of["env"]}
 
 
 # --- compose --------------------------------------------------------------------------------------
@@ -88,6 +110,21 @@ def test_a_manifest_for_an_image_without_a_digest_is_not_printed(stage: Stage) -
     done = stage.run("kubernetes.sh", "name:tag", "some/model")
     assert done.returncode == 1
     assert done.stdout == ""
+
+
+def test_an_unknown_manifest_is_not_printed(stage: Stage) -> None:
+    done = stage.run("kubernetes.sh", IMAGE, "some/model", "all")
+    assert done.returncode == 2
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("which", [(), ("nodes",)])
+@pytest.mark.parametrize("version", ["1.31", "1.35"])
+def test_manifests_meet_the_schemas_of_kubernetes(
+    stage: Stage, which: tuple[str, ...], version: str
+) -> None:
+    for document in documents(stage, *which):
+        kubernetes_validate.validate(document, version, strict=True)
 
 
 @pytest.mark.parametrize("model", ["", "a|b", "x\n- --trust-remote-code"])
@@ -132,6 +169,53 @@ def test_the_pod_runs_as_the_images_user_without_rights(stage: Stage) -> None:
     assert pod["securityContext"]["runAsUser"] == int(user)
     own = container(stage)["securityContext"]
     assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_a_pod_ends_after_its_answers(stage: Stage) -> None:
+    """Kubernetes waits longer than the pause before SIGTERM and vLLM's own limit together."""
+    for pod in (manifest(stage)["Deployment"]["spec"]["template"], nodes(stage)["template"]):
+        (found,) = pod["spec"]["containers"]
+        _, pause = found["lifecycle"]["preStop"]["exec"]["command"]
+        (limit,) = (a for a in found["args"] if a.startswith("--shutdown-timeout="))
+        waits = int(pause) + int(limit.split("=")[1])
+        assert pod["spec"]["terminationGracePeriodSeconds"] > waits
+
+
+def test_secrets_are_not_in_the_manifests(stage: Stage) -> None:
+    for found in (container(stage), node(stage)):
+        assert settings(found)["VLLM_API_KEY"] == {
+            "secretKeyRef": {"name": "vllm", "key": "api-key"}
+        }
+        token = {"name": "vllm", "key": "hf-token", "optional": True}
+        assert settings(found)["HF_TOKEN"] == {"secretKeyRef": token}
+
+
+def test_nodes_know_each_other(stage: Stage) -> None:
+    found, pods = settings(node(stage)), nodes(stage)
+    assert found["NODES"] == str(pods["replicas"])
+    label = "metadata.labels['apps.kubernetes.io/pod-index']"
+    assert found["RANK"] == {"fieldRef": {"fieldPath": label}}
+    head, clients = (d for d in documents(stage, "nodes") if d["kind"] == "Service")
+    name = next(d for d in documents(stage, "nodes") if d["kind"] == "StatefulSet")["metadata"][
+        "name"
+    ]
+    assert found["HEAD"] == f"{name}-0.{head['metadata']['name']}"
+    assert head["metadata"]["name"] == pods["serviceName"]
+    assert head["spec"]["publishNotReadyAddresses"] is True
+    assert pods["podManagementPolicy"] == "Parallel"
+    assert clients["spec"]["selector"] == {"statefulset.kubernetes.io/pod-name": f"{name}-0"}
+
+
+def test_a_node_runs_the_script_of_the_image_as_its_user(stage: Stage) -> None:
+    found = node(stage)
+    (command,) = found["command"]
+    assert (DEPLOY / command.removeprefix("/opt/deploy/")).exists()
+    assert nodes(stage)["template"]["spec"]["securityContext"]["runAsUser"] == 10001
+    size = next(a for a in found["args"] if a.startswith("--tensor-parallel-size="))
+    assert found["resources"]["limits"]["nvidia.com/gpu"] == size.split("=")[1]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        (script,) = found[probe]["exec"]["command"]
+        assert (DEPLOY / script.removeprefix("/opt/deploy/")).exists()
 
 
 # --- Ray ------------------------------------------------------------------------------------------
@@ -209,6 +293,7 @@ def test_every_flag_is_one_of_the_installed_vllm(stage: Stage) -> None:
     lines = {
         "compose": service()["command"],
         "kubernetes": container(stage)["args"],
+        "nodes": [*node(stage)["args"], "--headless", "--data-parallel-start-rank=1"],
         "ray": ["--distributed-executor-backend", "ray", *shlex.split(ray.split("head", 1)[1])],
     }
     for name, words in lines.items():

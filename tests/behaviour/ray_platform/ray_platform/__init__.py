@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU platform, with what its Ray executor asks a platform for. Found by vLLM as a plugin when
-the folder above is on PYTHONPATH."""
+"""vLLM's CPU platform, with what its Ray executor asks a platform for. vLLM finds it as a plugin
+when the folder above is on PYTHONPATH."""
 
 
 def register() -> str:
