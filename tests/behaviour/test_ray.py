@@ -68,9 +68,10 @@ def cluster(model: Path, log: Path, *arguments: str, nodes: int = 1) -> Iterator
         for number in range(1, nodes):
             address = f"127.0.0.{2 + number}"
             variables = environment(folders[number], address, port, gpus=1)
+            # Nodes that start at once on one machine take each other's ports.
+            wait = 'until grep -q "Ray runtime started" "$0"; do sleep 1; done; exec "$1" worker'
             worker = Kept(
-                # The head is there soon, or never.
-                ["bash", "-c", 'for i in {1..30}; do "$0" worker && break; sleep 2; done', NODE],
+                ["bash", "-c", wait, str(log), NODE],
                 log.with_suffix(f".{number}"),
                 variables | {"HEAD": "127.0.0.2"},
             )
