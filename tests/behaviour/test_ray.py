@@ -15,17 +15,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import pytest
 
 from harness.process import Kept, free_port
 from harness.server import Server, ServerError
 from tests.behaviour.conftest import CHUNK, running
+from tests.behaviour.test_executors import make_output
 from tests.behaviour.test_layouts import ask_all, assert_same_as_one_process
 from tests.real import PROJECT
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.v1.outputs import ModelRunnerOutput
 
 pytestmark = pytest.mark.slow
 
@@ -112,13 +115,44 @@ def test_rows_of_two_ray_workers_are_those_of_one_process(
     with cluster(model, tmp_path / "server.log", layout, nodes=nodes) as server:
         assert len(actors(server)) == 2 // nodes
         assert_same_as_one_process(one_process, model, ask_all(server))
-        # Hundreds of steps write the same channels while rows of earlier ones wait for the answer.
+        # Hundreds of steps through the same channels.
         prompts = [[5 + number, 6, 7] for number in range(8)]
         with ThreadPoolExecutor(len(prompts)) as pool:
             answers = list(
                 pool.map(lambda p: server.generate(p, max_tokens=300, ignore_eos=True), prompts)
             )
         assert_same_as_one_process(one_process, model, answers)
+
+
+def test_channel_is_written_again_while_rows_of_earlier_steps_are_held() -> None:
+    """A channel of Ray hands out views of its memory, and waits for ever if one is kept."""
+    import ray
+    from ray.dag import InputNode
+    from vllm.v1.executor.ray_utils import FutureWrapper
+
+    class Worker:
+        def step(self, number: int) -> ModelRunnerOutput:
+            return make_output(40_000 + number, np.uint8)
+
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            _temp_dir=folder,
+            runtime_env={"env_vars": {"PYTHONPATH": str(PROJECT.root)}},
+        )
+        try:
+            with InputNode() as given:
+                steps = ray.remote(Worker).remote().step.bind(given)
+            graph = steps.experimental_compile()
+            outputs = [FutureWrapper(graph.execute(n)).result(timeout=60) for n in range(4)]
+            for number, output in enumerate(outputs):
+                expected = make_output(40_000 + number, np.uint8).routed_experts
+                np.testing.assert_array_equal(output.routed_experts.rows, expected.rows)
+            graph.teardown()
+        finally:
+            ray.shutdown()
 
 
 def test_dead_ray_worker_ends_the_answer_with_an_error(model: Path, tmp_path: Path) -> None:

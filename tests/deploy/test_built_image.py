@@ -106,12 +106,14 @@ class Image:
 
     Attributes:
         base: what it stands on.
+        revision: the commit that it was built from.
         config: what a container engine reads, as Docker writes it.
         size: as buildah says it.
         container: a container of it, not running.
     """
 
     base: str
+    revision: str
     config: dict[str, Any]
     size: str
     container: str
@@ -130,6 +132,7 @@ class Image:
 def image(base: str, record: list[str]) -> Image:
     make_checkpoint(MADE / "checkpoint")
     began = time.monotonic()
+    revision = do("git", "rev-parse", "HEAD")
     build = "buildah build --format docker --isolation chroot"
     arguments = ["VARIANT=cpu", f"BASE_IMAGE={base}", f"IMAGE={IMAGE}", f"BUILD={build}"]
     log = do("make", "image", *arguments, timeout_s=1500)
@@ -148,7 +151,7 @@ def image(base: str, record: list[str]) -> Image:
         "```\n",
     ]
     config = json.loads(do("buildah", "inspect", "--type", "image", IMAGE))["Docker"]["config"]
-    return Image(base, config, size, do("buildah", "from", IMAGE))
+    return Image(base, revision, config, size, do("buildah", "from", IMAGE))
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +188,7 @@ def test_labels_name_what_was_built(image: Image, record: list[str]) -> None:
     assert labels["org.opencontainers.image.version"] == identity["WHEEL_VERSION"]
     assert labels["org.opencontainers.image.base.name"] == image.base
     assert labels["vllm-routed-experts.variant"] == "cpu"
-    revision = do("git", "rev-parse", "HEAD")
-    assert labels["org.opencontainers.image.revision"].removesuffix("-dirty") == revision
+    assert labels["org.opencontainers.image.revision"].removesuffix("-dirty") == image.revision
     told = ("vllm-routed-experts.", "org.opencontainers.image.")
     record += ["Labels:\n"]
     record += [
