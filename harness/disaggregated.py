@@ -38,7 +38,7 @@ def nixl(role: str) -> tuple[list[str], dict[str, str]]:
     environment = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        # Sockets, not shared memory. UCX refuses the loopback device: it takes this machine's address.
+        # Sockets, not shared memory. UCX refuses the loopback device.
         "UCX_TLS": "tcp",
     }
     return _connector("NixlConnector", role, {}, kv_buffer_device="cpu"), environment

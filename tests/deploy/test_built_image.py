@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from tokenizers import Tokenizer
@@ -265,15 +266,20 @@ def test_health_check_asks_the_server(image: Image, server: Server, record: list
 def test_sigterm_lets_the_answer_under_way_end(server: Server, record: list[str]) -> None:
     """The entry point alone gets the signal, as from `docker stop`. Last: it ends the server."""
     processes = inside(server)
-    sampling = {"max_tokens": 900, "ignore_eos": True}
-    with ThreadPoolExecutor(1) as pool:
-        under_way = pool.submit(server.generate, [5, 6, 7], **sampling)
-        while not server.metric("vllm:num_requests_running"):
-            time.sleep(0.05)
-        assert not under_way.done()
-        began = time.monotonic()
+    body = {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 900, "ignore_eos": True, "temperature": 0.0},
+        "stream": True,
+    }
+    url = server.url + "/inference/v1/generate"
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as reply:
+        events = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+        tokens = [next(events)]
         processes[0].send_signal(signal.SIGTERM)
-        assert len(under_way.result().token_ids) == 900
+        began = time.monotonic()
+        tokens += events
+    assert tokens.pop() == "[DONE]"
+    assert sum(len(json.loads(e)["choices"][0]["token_ids"]) for e in tokens) == 900
     answered = time.monotonic() - began
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
