@@ -195,7 +195,7 @@ def test_labels_name_what_was_built(image: Image, record: list[str]) -> None:
     record += [
         f"- `{name}`: `{value}`" for name, value in sorted(labels.items()) if name.startswith(told)
     ]
-    record.append("")
+    record.append("\nFrom outside:\n")
 
 
 def test_bill_of_materials_is_of_the_installed_wheel(image: Image, record: list[str]) -> None:
