@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.config import DeviceConfig, VllmConfig
 from vllm.distributed.aux_output_connector import worker as worker_side
@@ -268,8 +268,10 @@ class Runner:
             truth = self.truth.setdefault(req_id, [])
             if not truth:  # a hit, perhaps of blocks that an earlier request of the step computes
                 assert start % BLOCK == 0
-                for end in range(BLOCK, start + 1, BLOCK):
-                    truth += self.latest[tuple(known[:end])]
+            # Another request computes shared blocks again whose KV did not load.
+            for end in range(BLOCK, start + 1, BLOCK):
+                if len(truth) < end or any(row is GARBAGE for row in truth[end - BLOCK : end]):
+                    truth[end - BLOCK : end] = self.latest[tuple(known[:end])]
             truth[start:] = mine[: done - start]
             for end in range((start // BLOCK + 1) * BLOCK, done + 1, BLOCK):
                 self.latest[tuple(known[:end])] = truth[end - BLOCK : end]
@@ -524,9 +526,6 @@ class Engine:
                 self.schedule([True] * self.setup.drafts)
             else:
                 self.deliver()
-        # With few blocks, failed loads can leave the scheduler waiting for ever, and it is not
-        # understood why. Which rows it would return then cannot be said.
-        assume("fail" not in self.setup.also)
         raise AssertionError("the scheduler does not finish its requests")
 
     def check(self) -> None:
