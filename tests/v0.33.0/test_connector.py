@@ -74,6 +74,8 @@ MENDED = {
     # Synchronous and without drafts: the scheduler keeps every token that is computed, so that the
     # latest computation of a block is certain.
     "weights without a reset": Setup(also=("update",)),
+    "silent requests": Setup(also=("update", "silent")),
+    "loads beside silent requests": Setup(connector=True, also=("reload", "silent")),
     "resets with a step in flight": Setup(asynchronous=True, depth=2, also=("reset",)),
     "failed loads": Setup(connector=True, also=("reload", "fail")),
     "asynchronous sessions": Setup(asynchronous=True, depth=2, also=("session",)),
@@ -209,7 +211,9 @@ class Runner:
         capturer = SimpleNamespace(
             shape_per_token=(2, 2),
             output_dtype_name="uint16",
-            snapshot_routing_data=lambda count: torch.from_numpy(self.rows[:count]),
+            snapshot_routing_data=lambda count, rows=slice(None): torch.from_numpy(
+                self.rows[rows][:count]
+            ),
         )
         sizes = {
             "scheduler_config": config.scheduler_config,
@@ -266,12 +270,14 @@ class Runner:
             sampled.append(tokens)
             rejected.append(stop - done)
             truth = self.truth.setdefault(req_id, [])
-            if not truth:  # a hit, perhaps of blocks that an earlier request of the step computes
-                assert start % BLOCK == 0
-            # Another request computes shared blocks again whose KV did not load.
-            for end in range(BLOCK, start + 1, BLOCK):
-                if len(truth) < end or any(row is GARBAGE for row in truth[end - BLOCK : end]):
-                    truth[end - BLOCK : end] = self.latest[tuple(known[:end])]
+            # A hit, perhaps of blocks that an earlier request of the step computes; or another
+            # request computed shared blocks again whose KV did not load.
+            for end in range(BLOCK, start + BLOCK, BLOCK):
+                block = truth[end - BLOCK : min(end, start)]
+                if len(truth) < min(end, start) or any(row is GARBAGE for row in block):
+                    # Silent requests may load what nobody has computed.
+                    nothing = [GARBAGE] * BLOCK
+                    truth[end - BLOCK : end] = self.latest.get(tuple(known[:end]), nothing)
             truth[start:] = mine[: done - start]
             for end in range((start // BLOCK + 1) * BLOCK, done + 1, BLOCK):
                 self.latest[tuple(known[:end])] = truth[end - BLOCK : end]
@@ -286,6 +292,7 @@ class Runner:
                     num_computed_tokens_np=np.array([starts[req_id] for req_id in req_ids]),
                 )
             )
+        if pending is not None:
             pending.enqueue_cpu_copy(np.array([len(t) for t in sampled]), np.array(rejected))
         output = ModelRunnerOutput(
             req_ids=req_ids,
@@ -548,12 +555,14 @@ class Engine:
         assert worker._store._store._references == dict.fromkeys(keys, 1)
 
     def check_stored(self, request: Request) -> None:
-        """Every block of the request that is cached has the rows of its latest computation."""
+        """Every cached block of the request whose rows were captured has those of its latest
+        computation."""
         store = self.runner.connector._store
         pool = self.scheduler.kv_cache_manager.block_pool
         generation = str(self.scheduler.aux_output_connector._generation)
         for index, block_hash in enumerate(request.block_hashes):
-            if pool.get_cached_block(block_hash, [0]) is None:
+            cached = pool.get_cached_block(block_hash, [0])
+            if cached is None or not getattr(cached[0], "has_aux_output", True):
                 continue
             data = store.get_concatenated(worker_side.routed_experts_keys([block_hash], generation))
             rows = np.frombuffer(data, np.uint16).reshape(BLOCK, 2, 2)
