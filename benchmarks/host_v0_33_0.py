@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what rows cost the host on the line v0.33.0, beside the release itself.
+
+    make venv ON=v0.33.0 && make demo-pristine ON=v0.33.0    # builds the release
+    .venv-v0.33.0/bin/python -m benchmarks.host_v0_33_0 --out benchmarks/results/v0.33.0/host-cpu.md
+
+It needs no GPU. Scheduler, both sides of the connector and message encoding of the installed series
+and of the release run with generated tokens and random rows in the shape of DeepSeek-V3: 61 layers,
+top-8, one byte per id. Builds take turns, each time in a new process. Times are processor time of
+the process, and include the threads that store rows. Not measured: capture on the GPU, the socket,
+and the front end's work after it decoded a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+PRISTINE = ROOT / "build/v0.33.0/pristine/site"
+LAYERS, TOP_K, BLOCK = 61, 8, 16
+PARTS = ("scheduler", "worker", "worker to scheduler", "to the front end")
+# Each way to run: whether the release runs, the flag is on, and requests ask.
+KINDS = {
+    "release, flag off": (True, False, None),
+    "release, flag on": (True, True, None),
+    "series, nobody asks": (False, True, False),
+    "series, all ask": (False, True, True),
+}
+
+
+class Engine:
+    """The scheduler and the worker's side of the connector, with requests that decode."""
+
+    def __init__(self, requests: int, prompt: int, flag: bool, asks: bool | None) -> None:
+        import torch
+        from vllm import envs
+        from vllm.config import DeviceConfig, VllmConfig
+        from vllm.distributed.aux_output_connector import connector
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.request import Request
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        init_none_hash(sha256)
+        tokens = prompt + 1024
+        config = VllmConfig(device_config=DeviceConfig("cpu"))
+        config.model_config = SimpleNamespace(
+            is_deepseek_mla=False,
+            is_diffusion=False,
+            is_encoder_decoder=False,
+            max_model_len=tokens,
+            multimodal_config=None,
+            return_sampling_mask=False,
+            runner_type="generate",
+            skip_tokenizer_init=True,
+            supports_multimodal_inputs=False,
+            uses_mrope=False,
+        )
+        num_blocks = requests * (prompt // BLOCK + 24) + 1
+        config.cache_config.num_gpu_blocks = num_blocks
+        config.cache_config.enable_prefix_caching = True
+        config.cache_config.block_size = BLOCK
+        config.scheduler_config.max_num_seqs = requests
+        config.scheduler_config.max_num_batched_tokens = requests * prompt
+        config.scheduler_config.max_num_scheduled_tokens = requests * prompt
+        config.scheduler_config.async_scheduling = False
+        config.aux_output_config.enable_return_routed_experts = flag
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        kv_cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["full"], spec)])
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=False,
+        )
+        self.scheduler.use_v2_model_runner = True
+        rng = np.random.default_rng(0)
+        self.rows = rng.integers(256, size=(requests * prompt, LAYERS, TOP_K), dtype=np.uint8)
+        self.connector = self._make_connector(config, kv_cache) if flag else None
+        # As the engine core does: the series has a threshold of its own.
+        threshold = max(
+            envs.VLLM_MSGPACK_ZERO_COPY_THRESHOLD,
+            getattr(connector, "SMALL_OUTPUT_NBYTES", 0) if flag else 0,
+        )
+        self.encoder = MsgpackEncoder(threshold)
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.spent = dict.fromkeys(PARTS, 0.0)
+        more = {} if asks is None else {"return_routed_experts": asks}
+        for index in range(requests):
+            self.scheduler.add_request(
+                Request(
+                    request_id=f"request-{index}",
+                    prompt_token_ids=rng.integers(50_000, size=prompt).tolist(),
+                    sampling_params=SamplingParams(max_tokens=1000, ignore_eos=True, **more),
+                    pooling_params=None,
+                    block_hasher=get_request_block_hasher(BLOCK, sha256),
+                )
+            )
+
+    def _make_connector(self, config: Any, kv_cache: Any) -> Any:
+        import torch
+        from vllm.distributed.aux_output_connector import worker as worker_side
+
+        def snapshot(count: int, rows: np.ndarray | None = None) -> torch.Tensor:
+            # A new one each step, as the copy from the GPU is.
+            return torch.from_numpy((self.rows[:count] if rows is None else self.rows[rows]).copy())
+
+        capturer = SimpleNamespace(
+            shape_per_token=(LAYERS, TOP_K),
+            output_dtype_name="uint8",
+            snapshot_routing_data=snapshot,
+        )
+        sizes = {
+            "scheduler_config": config.scheduler_config,
+            "cache_config": config.cache_config,
+            "parallel_config": config.parallel_config,
+            "kv_transfer_config": None,
+            "aux_output_config": config.aux_output_config,
+            "max_concurrent_batches": 1,
+        }
+        with mock.patch.multiple(
+            worker_side,
+            RoutedExpertsCapturer=lambda **_: capturer,
+            bind_routed_experts_capturer=lambda *_: None,
+            get_tp_group=lambda: SimpleNamespace(is_first_rank=True),
+        ):
+            return worker_side.AuxOutputWorkerConnector(
+                vllm_config=SimpleNamespace(**sizes), model=None, kv_cache_config=kv_cache
+            )
+
+    def timed(self, part: str, call: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        result = call()
+        self.spent[part] += time.process_time() - start
+        return result
+
+    def step(self) -> None:
+        scheduled = self.timed("scheduler", self.scheduler.schedule)
+        output = self.timed("worker", lambda: self.run(scheduled))
+        output = self.timed("worker to scheduler", lambda: send(output))
+        outputs = self.timed(
+            "scheduler", lambda: self.scheduler.update_from_output(scheduled, output)
+        )
+        for client in outputs.values():
+            self.timed(
+                "to the front end", lambda c=client: self.decoder.decode(self.encoder.encode(c))
+            )
+
+    def run(self, scheduled: Any) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        req_ids = list(scheduled.num_scheduled_tokens)
+        output = ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            sampled_token_ids=[[7]] * len(req_ids),
+        )
+        if self.connector is None:
+            return output
+        self.connector.begin_step(scheduled.aux_output_connector_metadata)
+        counts = list(scheduled.num_scheduled_tokens.values())
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        pending = self.connector.prepare_output(
+            SimpleNamespace(
+                req_ids=req_ids,
+                query_start_loc_np=np.cumsum([0, *counts]),
+                num_computed_tokens_np=np.array([starts[req_id] for req_id in req_ids]),
+            )
+        )
+        if pending is not None:
+            ones = np.ones(len(req_ids), np.int32)
+            pending.enqueue_cpu_copy(ones, ones - 1)
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+
+def send(output: Any) -> Any:
+    """What the message queue between processes does."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(output, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
+def measure(kind: str, requests: int, prompt: int, steps: int) -> dict[str, float]:
+    """Milliseconds a decode step, by part."""
+    _, flag, asks = KINDS[kind]
+    engine = Engine(requests, prompt, flag, asks)
+    for _ in range(3):
+        engine.step()
+    engine.spent = dict.fromkeys(PARTS, 0.0)
+    for _ in range(steps):
+        engine.step()
+    return {part: 1e3 * spent / steps for part, spent in engine.spent.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of each process")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="Markdown file to write")
+    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.kind:
+        print(json.dumps(measure(args.kind, args.requests, args.prompt, args.steps)))
+        return
+    if not PRISTINE.is_dir():
+        sys.exit(f"error: no release in {PRISTINE}: run make demo-pristine ON=v0.33.0")
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    for _ in range(args.rounds):
+        for kind, (release, _, _) in KINDS.items():
+            command = [sys.executable, "-m", "benchmarks.host_v0_33_0", "--kind", kind]
+            for name in ("requests", "prompt", "steps"):
+                command += [f"--{name}", str(getattr(args, name))]
+            path = os.pathsep.join([*([str(PRISTINE)] if release else []), str(ROOT)])
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            found[kind].append(json.loads(done.stdout.splitlines()[-1]))
+    best = {
+        kind: {part: min(run[part] for run in runs) for part in PARTS}
+        for kind, runs in found.items()
+    }
+    off = sum(best["release, flag off"].values())
+    lines = [
+        "# Host time of a decode step on the line v0.33.0",
+        "",
+        f"{args.requests} decodes, {LAYERS} layers, top-{TOP_K}; milliseconds of processor time a "
+        f"step, the least of {args.rounds} runs of {args.steps} steps each, builds in turns. "
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores.",
+        "",
+        f"| | {' | '.join(PARTS)} | all | more than the release, flag off |",
+        f"| --- |{' --- |' * (len(PARTS) + 2)}",
+    ]
+    for kind, parts in best.items():
+        total = sum(parts.values())
+        cells = [f"{value:.2f}" for value in [*parts.values(), total]]
+        lines.append(f"| {kind} | {' | '.join(cells)} | {total - off:+.2f} |")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
