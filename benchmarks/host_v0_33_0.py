@@ -14,6 +14,7 @@ and the front end's work after it decoded a message.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import pickle
@@ -210,6 +211,8 @@ def measure(kind: str, requests: int, prompt: int, steps: int) -> dict[str, floa
     for _ in range(3):
         engine.step()
     engine.spent = dict.fromkeys(PARTS, 0.0)
+    gc.collect()
+    gc.disable()
     for _ in range(steps):
         engine.step()
     return {part: 1e3 * spent / steps for part, spent in engine.spent.items()}

@@ -208,7 +208,8 @@ def read_answer(
     Args:
         prompt: P ids, as sent.
         reply: its JSON.
-        states_place: see `Line`. Without it, rows must begin at position 0.
+        states_place: see `Line`. Without it, rows must begin at position 0 if the answer does not
+            state where.
 
     Raises:
         ServerError: fields are missing or have another form.
@@ -218,6 +219,7 @@ def read_answer(
         token_ids = tuple(int(t) for t in choice["token_ids"])
         if choice.get("routed_experts") is None:
             return Answer(tuple(prompt), token_ids, None, 0, ())
+        states_place = states_place or choice.get("moe_layers") is not None
         start = int(choice["routed_experts_start"]) if states_place else 0
         layers = tuple(int(i) for i in choice["moe_layers"]) if states_place else None
         rows = decode_rows(choice["routed_experts"])
