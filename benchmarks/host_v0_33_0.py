@@ -22,7 +22,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,10 +162,11 @@ class Engine:
         outputs = self.timed(
             "scheduler", lambda: self.scheduler.update_from_output(scheduled, output)
         )
-        for client in outputs.values():
-            self.timed(
-                "to the front end", lambda c=client: self.decoder.decode(self.encoder.encode(c))
-            )
+        self.timed("to the front end", lambda: self.encode(outputs.values()))
+
+    def encode(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            self.decoder.decode(self.encoder.encode(message))
 
     def run(self, scheduled: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput

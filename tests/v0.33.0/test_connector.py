@@ -211,8 +211,8 @@ class Runner:
         capturer = SimpleNamespace(
             shape_per_token=(2, 2),
             output_dtype_name="uint16",
-            snapshot_routing_data=lambda count, rows=slice(None): torch.from_numpy(
-                self.rows[rows][:count]
+            snapshot_routing_data=lambda count, rows=None: torch.from_numpy(
+                self.rows[:count] if rows is None else self.rows[rows]
             ),
         )
         sizes = {
