@@ -26,6 +26,8 @@ MANAGER = "v1/core/routed_experts_manager.py"
 STORE = "v1/core/routed_experts_store.py"
 ROWS = "v1/core/paged_rows.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
+# Of each setup. Few notice most mutants at once; the others get many.
+EXAMPLES = (100, 1500)
 
 
 @dataclass(frozen=True)
@@ -249,28 +251,24 @@ def survives(mutant: Mutant, installed: Path) -> bool:
         mutated = package / mutant.file
         mutated.unlink()
         mutated.write_text(original.replace(mutant.before, mutant.after))
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "--hypothesis-profile=unshrunk",
-                "tests/property",
-            ],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": folder,
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "PROPERTY_EXAMPLES": os.environ.get("PROPERTY_EXAMPLES", "1500"),
-            },
-            capture_output=True,
-            text=True,
-        )
+        return all(passes(mutant, folder, examples) for examples in EXAMPLES)
+
+
+def passes(mutant: Mutant, folder: str, examples: int) -> bool:
+    """Whether the property test passes with the package in `folder`."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--hypothesis-profile=unshrunk", "tests/property"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": folder,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PROPERTY_EXAMPLES": str(examples),
+        },
+        capture_output=True,
+        text=True,
+    )
     if done.returncode not in (0, 1):
         raise SystemExit(f"mutant '{mutant.name}': pytest failed\n{done.stdout}{done.stderr}")
     return done.returncode == 0
