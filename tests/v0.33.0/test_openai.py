@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` of this line: streamed completions and chat return true rows.
+
+Requests and helpers are those of the first line's `tests/behaviour/test_openai.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from harness.server import Server
+from tests.behaviour.conftest import BLOCK, CHUNK, random_prompt
+from tests.behaviour.test_openai import (
+    ASK_ABOVE,
+    INTERVAL,
+    SAMPLED,
+    TOOL,
+    chat,
+    collect,
+    complete,
+    words,
+)
+
+pytestmark = pytest.mark.slow
+
+LINE = Path(__file__).parent.name
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--enable-return-routed-experts", "--routed-experts-opt-in", "--enforce-eager"]
+    arguments += [f"--max-num-batched-tokens={CHUNK}", f"--stream-interval={INTERVAL}"]
+    arguments += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with Server(model, log=log, args=arguments, line=LINE) as server:
+        yield server
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_every_choice_of_a_stream_has_true_rows_in_its_chunks(
+    client: openai.OpenAI, server: Server, model: Path, is_chat: bool
+) -> None:
+    send: Any = chat if is_chat else complete
+    prompt: Any = words(2, 30) if is_chat else random_prompt(1, 2 * CHUNK + 3)
+    chunks = list(send(client, server, prompt, ASK_ABOVE, stream=True, **SAMPLED))
+    for end in range(1, len(chunks)):
+        for choice in collect(*chunks[:end]).values():
+            if choice.token_ids:
+                num_tokens = len(choice.prompt) + len(choice.token_ids)
+                assert sum(map(len, choice.rows)) == num_tokens - 1
+    choices = collect(*chunks)
+    assert len(choices) == 2
+    for choice in choices.values():
+        assert len(choice.rows) > 1
+        choice.assert_true(model)
+
+
+def test_rows_of_text_that_is_kept_back_wait(
+    client: openai.OpenAI, server: Server, model: Path
+) -> None:
+    # Nothing of a call is streamed before the name of the function is complete.
+    options = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}
+    body = {"return_routed_experts": True}
+    chunks = list(chat(client, server, words(7, 9), body, stream=True, **options))
+    (choice,) = collect(*chunks).values()
+    # With token ids, every step makes a chunk.
+    (whole,) = collect(chat(client, server, words(7, 9), ASK_ABOVE, **options)).values()
+    choice.prompt, choice.token_ids = whole.prompt, whole.token_ids
+    assert len(choice.rows) < len(choice.token_ids) / INTERVAL / 2
+    choice.assert_true(model)
+
+
+def test_rows_of_a_stream_start_where_asked(
+    client: openai.OpenAI, server: Server, model: Path
+) -> None:
+    prompt = random_prompt(8, BLOCK + 20)
+    for start in (BLOCK + 1, len(prompt)):
+        body = {**ASK_ABOVE, "routed_experts_prompt_start": start}
+        chunks = complete(client, server, prompt, body, max_tokens=3, stream=True)
+        collect(*chunks)[0].assert_true(model, start=start)
+
+
+def test_stream_that_does_not_ask_has_no_rows(client: openai.OpenAI, server: Server) -> None:
+    body = {"return_token_ids": True}
+    chunks = complete(client, server, random_prompt(9, 20), body, max_tokens=3, stream=True)
+    assert collect(*chunks)[0].rows == []
