@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` of this line: streamed completions and chat return true rows.
+"""`vllm serve` of this line: completions and chat, whole and streamed, return true rows.
 
 Requests and helpers are those of the first line's `tests/behaviour/test_openai.py`.
 """
@@ -57,6 +57,18 @@ def test_every_choice_of_a_stream_has_true_rows_in_its_chunks(
     assert len(choices) == 2
     for choice in choices.values():
         assert len(choice.rows) > 1
+        choice.assert_true(model)
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_every_choice_of_a_whole_answer_has_true_rows(
+    client: openai.OpenAI, server: Server, model: Path, is_chat: bool
+) -> None:
+    send: Any = chat if is_chat else complete
+    prompt: Any = words(2, 30) if is_chat else [random_prompt(3, 20), random_prompt(4, 90)]
+    choices = collect(send(client, server, prompt, ASK_ABOVE, **SAMPLED))
+    assert len(choices) == (2 if is_chat else 4)
+    for choice in choices.values():
         choice.assert_true(model)
 
 
