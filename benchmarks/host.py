@@ -309,9 +309,8 @@ def parts_text(record: dict[str, Any]) -> str:
             ]
         )
     base, kind = (KINDS.get(record[key], record[key]) for key in ("base", "kind"))
-    return f"## {record['what']}: {kind}\n\nBefore: {base}. {record['steps']} steps.\n\n" + table(
-        head, rows
-    )
+    heading = f"## {record['what']}: {kind}; before: {base}"
+    return f"{heading}\n\n{record['steps']} steps.\n\n" + table(head, rows)
 
 
 def groups_text(records: list[dict[str, Any]]) -> str:
@@ -362,8 +361,8 @@ def main() -> int:
             f"{vllm.__version__}, Python {platform.python_version()}. Milliseconds of processor "
             'time a step. "More" is the median over the decode steps of the difference at the same '
             'step; "on average" is over rounds of a block\'s steps, in which every request fills '
-            "a block, with its 95 % interval; two values are before, with. "
-            + ("" if builds else "Pristine vLLM was not there to be measured. ")
+            "a block, with its 95 % interval; two values are before, with."
+            + ("" if builds else " Pristine vLLM was not there to be measured.")
             + "\n\n"
             + text
         )
