@@ -30,6 +30,8 @@ from unittest import mock
 
 import numpy as np
 
+from harness.stand_ins import model_config
+
 ROOT = Path(__file__).resolve().parents[1]
 PRISTINE = ROOT / "build/v0.33.0/pristine/site"
 LAYERS, TOP_K, BLOCK = 61, 8, 16
@@ -66,18 +68,7 @@ class Engine:
         init_none_hash(sha256)
         tokens = prompt + 1024
         config = VllmConfig(device_config=DeviceConfig("cpu"))
-        config.model_config = SimpleNamespace(
-            is_deepseek_mla=False,
-            is_diffusion=False,
-            is_encoder_decoder=False,
-            max_model_len=tokens,
-            multimodal_config=None,
-            return_sampling_mask=False,
-            runner_type="generate",
-            skip_tokenizer_init=True,
-            supports_multimodal_inputs=False,
-            uses_mrope=False,
-        )
+        config.model_config = model_config(tokens)
         num_blocks = requests * (prompt // BLOCK + 24) + 1
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.enable_prefix_caching = True

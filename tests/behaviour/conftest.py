@@ -99,6 +99,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 _running: list[Path] = []
 
 
+@pytest.fixture(scope="module")
+def one_engine(model: Path) -> Iterator[LLM]:
+    """Whose rows those of a prefill and a decode engine must be."""
+    with running(model, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
+        yield llm
+
+
 @contextmanager
 def running(model: Path, **options: Any) -> Iterator[LLM]:
     """Run an engine, and remove it at the end of the block.

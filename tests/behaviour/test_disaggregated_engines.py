@@ -24,7 +24,6 @@ from tests.behaviour.conftest import (
     compare_with_one_engine,
     random_prompt,
     run_demo,
-    running,
 )
 
 if TYPE_CHECKING:
@@ -42,12 +41,6 @@ class Pair:
     prefill: Server
     decode: Server
     url: str
-
-
-@pytest.fixture(scope="module")
-def one_engine(model: Path) -> Iterator[LLM]:
-    with running(model, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

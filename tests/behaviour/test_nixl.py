@@ -18,7 +18,7 @@ from examples import proxy
 from examples.client import Completion, generate
 from harness import disaggregated
 from harness.server import Server, ServerError
-from tests.behaviour.conftest import BLOCK, ask, random_prompt, running
+from tests.behaviour.conftest import BLOCK, ask, random_prompt
 from tests.behaviour.test_disaggregated_engines import Pair, assert_rows_of_one_engine
 
 if TYPE_CHECKING:
@@ -37,12 +37,6 @@ def engine(model: Path, folder: Path, name: str, role: str) -> Server:
     arguments, environment = disaggregated.nixl(role)
     environment["VLLM_NIXL_ABORT_REQUEST_TIMEOUT"] = str(GIVEN_UP)
     return Server(model, folder / f"{name}.log", arguments, environment)
-
-
-@pytest.fixture(scope="module")
-def one_engine(model: Path) -> Iterator[LLM]:
-    with running(model, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from harness.stand_ins import model_config
 from tests.property.sequence import VOCABULARY, next_token, propose, true_row
 
 BLOCK = 4
@@ -91,18 +92,7 @@ def block_hashes() -> None:
 @cache
 def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
     config = VllmConfig(device_config=DeviceConfig("cpu"))
-    config.model_config = SimpleNamespace(
-        is_deepseek_mla=False,
-        is_diffusion=False,
-        is_encoder_decoder=False,
-        max_model_len=MAX_LEN,
-        multimodal_config=None,
-        return_sampling_mask=False,
-        runner_type="generate",
-        skip_tokenizer_init=True,
-        supports_multimodal_inputs=False,
-        uses_mrope=False,
-    )
+    config.model_config = model_config(MAX_LEN)
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.enable_prefix_caching = True
     config.cache_config.block_size = BLOCK
