@@ -33,6 +33,8 @@ from vllm.v1.outputs import RoutedExpertsLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
+from harness.stand_ins import kv_cache_manager
+
 # Shorter callbacks are not recorded.
 LEAST_S = 1e-4
 EXPERTS = 256
@@ -104,7 +106,7 @@ class Engine:
             sent.prompt_token_ids = [5] * load.prompt
         requests = {r.request_id: Request.from_engine_core_request(r, None) for r in waiting}
         asking = [r for r in requests.values() if RoutedExpertsManager.is_opted_in(r)]
-        manager = RoutedExpertsManager()
+        manager = RoutedExpertsManager(kv_cache_manager())
         for request in asking:
             manager.on_request_scheduled(request, 0)
         position = 0

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
 def model_config(max_model_len: int) -> SimpleNamespace:
@@ -20,3 +24,14 @@ def model_config(max_model_len: int) -> SimpleNamespace:
         supports_multimodal_inputs=False,
         uses_mrope=False,
     )
+
+
+def kv_cache_manager() -> KVCacheManager:
+    """One of full attention, without a prefix cache."""
+    import torch
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    config = KVCacheConfig(1024, [], [KVCacheGroupSpec(["layer"], spec)])
+    return KVCacheManager(config, max_model_len=1024, hash_block_size=16, enable_caching=False)

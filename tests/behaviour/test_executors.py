@@ -14,6 +14,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from harness.stand_ins import kv_cache_manager
 from tests.behaviour.conftest import random_prompt
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def test_scheduler_keeps_nothing_of_the_memory_that_rows_came_in() -> None:
     request = Request("a", random_prompt(0, 5), params, None)
     step = make_output(5, np.uint8).routed_experts
     expected = step.rows.copy()
-    manager = RoutedExpertsManager()
+    manager = RoutedExpertsManager(kv_cache_manager())
     manager.on_request_scheduled(request, 0)
     manager.on_step_scheduled(1)
     manager.update(step, {"a": request}, 1)
