@@ -236,8 +236,9 @@ MUTANTS = [
 ]
 
 
-def survives(mutant: Mutant, installed: Path) -> bool:
-    """Whether the property test passes with the mutant in the vLLM package `installed`."""
+def examples_to_notice(mutant: Mutant, installed: Path) -> int | None:
+    """How many examples of each setup the property test needs to fail with the mutant in the vLLM
+    package `installed`. None if it passes with all."""
     original = (installed / mutant.file).read_text()
     if original.count(mutant.before) != 1:
         raise SystemExit(
@@ -251,7 +252,7 @@ def survives(mutant: Mutant, installed: Path) -> bool:
         mutated = package / mutant.file
         mutated.unlink()
         mutated.write_text(original.replace(mutant.before, mutant.after))
-        return all(passes(mutant, folder, examples) for examples in EXAMPLES)
+        return next((count for count in EXAMPLES if not passes(mutant, folder, count)), None)
 
 
 def passes(mutant: Mutant, folder: str, examples: int) -> bool:
@@ -274,12 +275,30 @@ def passes(mutant: Mutant, folder: str, examples: int) -> bool:
     return done.returncode == 0
 
 
+def record(mutants: list[Mutant], found: dict[str, int | None]) -> str:
+    """A table of how many examples noticed each mutant, as Markdown."""
+    noticed = sum(examples is not None for examples in found.values())
+    lines = [
+        "# Mutants of the scheduler-side code",
+        "",
+        f"The property test notices {noticed} of {len(mutants)}. Each is tried with {EXAMPLES[0]} "
+        f"examples of every setup, then with {EXAMPLES[1]}. "
+        "`make mutants` writes this file.",
+        "",
+        "| Mutant | File | Examples |",
+        "| --- | --- | --- |",
+    ]
+    lines += [f"| {m.name} | `{m.file}` | {found[m.name] or 'survived'} |" for m in mutants]
+    return "\n".join([*lines, ""])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutants whose name has one of these")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="mutants at a time (default: %(default)s)"
     )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a table, as Markdown")
     arguments = parser.parse_args()
     words = arguments.words
     mutants = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
@@ -291,17 +310,19 @@ def main() -> int:
     assert spec is not None
     assert spec.origin is not None
     installed = Path(spec.origin).parent
-    survivors = []
+    found: dict[str, int | None] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool, console.status("") as status:
-        running = {pool.submit(survives, mutant, installed): mutant for mutant in mutants}
+        running = {pool.submit(examples_to_notice, mutant, installed): mutant for mutant in mutants}
         for count, future in enumerate(as_completed(running), 1):
             name = running[future].name
             if future.exception():
                 pool.shutdown(wait=False, cancel_futures=True)
-            survived = future.result()
-            console.print(f"{'SURVIVED' if survived else 'noticed ':8}  {name}")
+            found[name] = future.result()
+            console.print(f"{'noticed ' if found[name] else 'SURVIVED':8}  {name}")
             status.update(f"{count} of {len(mutants)}")
-            survivors += [name] if survived else []
+    if arguments.out:
+        arguments.out.write_text(record(mutants, found))
+    survivors = [name for name, examples in found.items() if examples is None]
     if survivors:
         console.print(
             f"{len(survivors)} of {len(mutants)} mutants survived: {', '.join(survivors)}"
