@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "slot kept after a preemption",
         MANAGER,
-        "        self._leave(request.request_id)\n        slot = self._get_slot(request)\n",
-        "        slot = self._get_slot(request)\n",
+        "        self._leave(request.request_id)\n        return self._add_slot(request, start)\n",
+        "        return self._get_slot(request)\n",
     ),
     Mutant(
         "steps before a resumption count",
@@ -240,11 +240,6 @@ def examples_to_notice(mutant: Mutant, installed: Path) -> int | None:
     """How many examples of each setup the property test needs to fail with the mutant in the vLLM
     package `installed`. None if it passes with all."""
     original = (installed / mutant.file).read_text()
-    if original.count(mutant.before) != 1:
-        raise SystemExit(
-            f"mutant '{mutant.name}': {mutant.file} has its line {original.count(mutant.before)} "
-            "times, expected once; mend tests/property/mutants.py"
-        )
     with tempfile.TemporaryDirectory() as folder:
         # The distribution's metadata tells vLLM its platform and is found beside the original.
         package = Path(folder) / "vllm"
@@ -310,6 +305,12 @@ def main() -> int:
     assert spec is not None
     assert spec.origin is not None
     installed = Path(spec.origin).parent
+    for mutant in mutants:
+        if (count := (installed / mutant.file).read_text().count(mutant.before)) != 1:
+            raise SystemExit(
+                f"mutant '{mutant.name}': {mutant.file} has its line {count} times, expected "
+                "once; mend tests/property/mutants.py"
+            )
     found: dict[str, int | None] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool, console.status("") as status:
         running = {pool.submit(examples_to_notice, mutant, installed): mutant for mutant in mutants}
