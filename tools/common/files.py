@@ -34,21 +34,28 @@ def write(path: Path, data: bytes | str) -> None:
 
 
 @contextmanager
-def replacing_all(texts: Mapping[Path, str]) -> Iterator[None]:
-    """Write several files, then run the body; an error leaves all files as they were."""
-    old = {path: path.read_bytes() if path.exists() else None for path in texts}
+def replacing_all(files: Mapping[Path, bytes | None]) -> Iterator[None]:
+    """Write several files, or remove those with None, then run the body.
+
+    An error leaves all files as they were. Files that are as they should be are not touched.
+    """
+    old = {path: path.read_bytes() if path.exists() else None for path in files}
     try:
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, text)
+        for path, data in files.items():
+            _put(path, data, old[path])
         yield
     except BaseException:
         for path, data in old.items():
-            if data is None:
-                path.unlink(missing_ok=True)
-            elif path.read_bytes() != data:
-                path.write_bytes(data)
+            _put(path, data, path.read_bytes() if path.exists() else None)
         raise
+
+
+def _put(path: Path, data: bytes | None, there: bytes | None) -> None:
+    if data is None:
+        path.unlink(missing_ok=True)
+    elif data != there:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, data)
 
 
 @contextmanager

@@ -97,6 +97,10 @@ class Git:
         names = ("--template=", "--object-format=sha1", f"--initial-branch={branch}")
         self.run("init", "--quiet", *names)
 
+    def fetch(self, source: Path, *what: str) -> None:
+        """Get commits of a repository on this machine: options of ``git fetch``, and refs."""
+        self.run("fetch", "--quiet", "--no-tags", source.resolve().as_uri(), *what)
+
     def commit_id(self, revision: str) -> str | None:
         """The commit that a revision names, or None."""
         words = ("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")

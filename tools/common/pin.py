@@ -68,7 +68,7 @@ def load_pin(path: Path) -> Pin:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = ", ".join(lines(path.parents[2])) or "(there is none)"
-        step = left_aside(path.parent) or "name a line: --on; or git checkout patches"
+        step = "name a line: --on; or git checkout patches"
         what, expected = "the pin is missing", f"one of the lines {known}"
         raise ToolError(what, where=path, expected=expected, next_step=step) from None
     except tomllib.TOMLDecodeError as error:
@@ -115,14 +115,6 @@ def load_pin(path: Path) -> Pin:
         submodule=value("source.submodule", r"[\w.-]*", default="") or None,
         wheels={variant: base_wheel(variant) for variant in variants},
     )
-
-
-def left_aside(directory: Path) -> str | None:
-    """How to restore a line whose replacement was interrupted; None if there is no need."""
-    aside = sorted(map(str, directory.parent.glob(f".{directory.name}-old-*")))
-    if not aside or directory.exists():
-        return None
-    return f"a command was interrupted; restore the old series: mv {aside[0]} {directory}"
 
 
 def lines(root: Path) -> list[str]:

@@ -84,8 +84,8 @@ def prepare(project: Project) -> tuple[int, int | None, list[str]]:
     document["project"]["version"] = str(number)
     text, patches = changelog.read_text(encoding="utf-8"), "\n".join(lines) + "\n"
     texts = {
-        changelog: date_section(text, number, date, patches),
-        settings: tomlkit.dumps(document),
+        changelog: date_section(text, number, date, patches).encode(),
+        settings: tomlkit.dumps(document).encode(),
     }
     with replacing_all(texts):
         pass

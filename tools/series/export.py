@@ -90,12 +90,16 @@ def format_patch(git: Git, commit: str) -> bytes:
 def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
     """A file name for each draft; a patch keeps its name through edits.
 
-    The i-th commit with a subject keeps the name of the i-th patch with that subject; a reworded
-    one is known by its author and date; a new one is named for its subject.
+    A commit is known by subject, author and date together, else by its subject, else (reworded) by
+    its author and date; a new one is named for its subject.
     """
     names: dict[int, str] = {}
     free = list(old)
-    for key in (lambda patch: patch.subject, lambda patch: (patch.author, patch.date)):
+    for key in (
+        lambda patch: (patch.subject, patch.author, patch.date),
+        lambda patch: patch.subject,
+        lambda patch: (patch.author, patch.date),
+    ):
         for i, draft in enumerate(drafts):
             like = next((patch for patch in free if key(patch) == key(draft)), None)
             if like and i not in names:

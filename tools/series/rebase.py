@@ -1,56 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The series on another release: replayed in the build tree, put in place as one act."""
+"""The series on another release: rebased in a place of its own, put in place as one act.
+
+``build/<line>/rebase`` is that place: ``patches`` with the new pin, and ``tree`` with the new base
+and the commits of the series. Nothing else changes before the end.
+"""
 
 import argparse
+import hashlib
 import shutil
 from pathlib import Path
 
 from tools.common.cli import add_flag, add_path, tell
 from tools.common.errors import ToolError
-from tools.common.files import staging
+from tools.common.files import replacing_all, staging
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project
 from tools.series.apply import apply_series
 from tools.series.export import export_series
 from tools.series.replay import (
     COMMAND,
-    CONTAINED,
-    State,
+    OLD_APPLIED,
+    OLD_BASE,
     Trial,
     attempt,
+    commit_resolution,
+    count_done,
+    leave_out,
+    left_out,
     old_commits,
-    place,
-    read_state,
     render_trials,
     replay,
-    state_of,
 )
-from tools.series.series import read_series, replacing_line, write_series
+from tools.series.series import fingerprint, read_series
 from tools.series.target import Target, find_target, open_clone, render_pin
 from tools.series.tree import (
     APPLIED_REF,
     BASE_REF,
-    OLD_APPLIED,
-    OLD_BASE,
-    Record,
-    change_base,
+    BRANCH,
+    EXPORTED_REF,
     commit_base,
-    discard,
-    forget_old_base,
+    open_settled,
     read_record,
-    restore_base,
+    refuse_unaccounted,
     unpack_source,
+    write_record,
 )
 from tools.source.download import fetch
 
 EXAMPLE = "--onto 1.2.3 --dry-run"
 _STEPS = {
     "continue": "after the conflict was resolved",
-    "skip": "leave the patch that conflicts out of the series",
-    "drop": "drop the patch that the release contains already",
+    "skip": "leave the patch that it stopped at out of the series",
     "abort": "leave everything as it was before --onto",
 }
-_BEGIN = ("clone", "commit", "without_wheels", "drop_contained", "dry_run")
+_BEGIN = ("clone", "commit", "without_wheels", "dry_run")
+_BEGAN = "re.began"  # in the configuration of the new tree: a digest of the old pin and series
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -59,29 +63,43 @@ def declare(parser: argparse.ArgumentParser) -> None:
     for flag, text in _STEPS.items():
         text = f"then: {text}"
         step.add_argument(f"--{flag}", dest="step", action="store_const", const=flag, help=text)
+    add_flag(parser, "--drop-contained", "leave out what the release contains, and go on")
     begin = parser.add_argument_group("with --onto")
     add_path(begin, "--clone", "a clone of vLLM that has the ref or the tag")
     begin.add_argument("--commit", help="the commit of the release's tag, where no clone has it")
     add_flag(begin, "--without-wheels", "go on where a variant has no base wheel")
-    add_flag(begin, "--drop-contained", "drop what the release contains, and go on")
     add_flag(begin, "--dry-run", "only show what would conflict, as Markdown; change nothing")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Move the series to another vLLM: a release of the package index by version, or a git ref of
-    a clone. Replays the patches in the build tree by three-way merge (git cherry-pick) and stops at
-    a conflict, or at a patch that the target contains. At the end patches/<line> is replaced, with
+    a clone. Merges the patches one by one (git cherry-pick) in build/<line>/rebase and stops at a
+    conflict, or at a patch that the target contains. At the end patches/<line> is replaced, with
     the pin (source, base wheels), all or nothing, and a range-diff is shown. Never pushes and never
     commits here."""
-    state = read_state(project)
+    new, under_way = rebased(project), state(project)
     if arguments.onto is None:
-        _next_step(project, state, arguments)
+        if given := [name for name in _BEGIN if getattr(arguments, name)]:
+            raise ToolError(
+                "these belong to the beginning of a rebase",
+                where=f"--{arguments.step}",
+                found=", ".join(f"--{name.replace('_', '-')}" for name in given),
+                next_step="leave them out, or begin again: --abort, then --onto",
+            )
+        if under_way is None:
+            step = f"begin one: {COMMAND} --onto <version>"
+            raise ToolError("no rebase is under way", where=new.root, next_step=step)
+        if arguments.step == "abort":
+            abort(project, new)
+            return
+        if arguments.step == "skip":
+            skip(new)
+        go_on(project, new, arguments.drop_contained)
         return
-    if state:
+    if under_way:
         raise ToolError(
             "a rebase is under way already",
-            where=place(project),
-            found=f"onto vLLM {state.onto}, {state}",
+            found=under_way,
             next_step=f"{COMMAND} --continue, or give it up: {COMMAND} --abort",
         )
     target = find_target(project, arguments.onto, arguments.clone, arguments.commit)
@@ -92,31 +110,26 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         trials = try_all(project, target, arguments.clone)
         print(render_trials(trials, target, project.pin.version))
     else:
-        _go_on(project, begin(project, target, arguments))
+        begin(project, target, arguments.clone, arguments.without_wheels)
+        go_on(project, new, arguments.drop_contained)
 
 
-def _next_step(project: Project, state: State | None, arguments: argparse.Namespace) -> None:
-    """--continue, --skip, --drop or --abort."""
-    if given := [name for name in _BEGIN if getattr(arguments, name)]:
-        raise ToolError(
-            "these belong to the beginning of a rebase",
-            where=f"--{arguments.step}",
-            found=", ".join(f"--{name.replace('_', '-')}" for name in given),
-            next_step="leave them out, or begin again: --abort, then --onto",
-        )
-    if state is None:
-        step = f"begin one: {COMMAND} --onto <version>"
-        raise ToolError("no rebase is under way", where=place(project), next_step=step)
-    if arguments.step != "abort" and not project.tree.exists():
-        what, step = "the build tree of the rebase is gone", f"begin again: {COMMAND} --abort"
-        raise ToolError(what, where=project.tree, next_step=step)
-    if arguments.step == "abort":
-        abort(project, state)
-        print(f"given up: the rebase onto vLLM {state.onto}; everything is as it was")
-        return
-    if arguments.step != "continue":
-        _leave_out(project, state, arguments.step)
-    _go_on(project, state)
+def rebased(project: Project, at: Path | None = None) -> Project:
+    """The project as it will be, in ``build/<line>/rebase`` or ``at`` another place."""
+    at = at or project.build / "rebase"
+    return Project(at, project.line, tree_at=at / "tree")
+
+
+def state(project: Project) -> str | None:
+    """How far the rebase under way came, or None."""
+    new = rebased(project)
+    if not new.pin_file.exists():
+        return None
+    git = Git(new.tree)
+    done = f"{count_done(git)} of {len(old_commits(git))} patches done"
+    picking = git.commit_id("CHERRY_PICK_HEAD")
+    at = f", stopped at {git.subject(picking)}" if picking else ""
+    return f"onto vLLM {new.pin.version} in {new.tree}: {done}{at}"
 
 
 def _show_target(target: Target) -> None:
@@ -128,44 +141,33 @@ def _show_target(target: Target) -> None:
         print(f"note: {note}")
 
 
-def begin(project: Project, target: Target, arguments: argparse.Namespace) -> State:
-    """Set up the replay: the target's tree, the old commits beside it, the new pin and series."""
+def _digest(project: Project) -> str:
+    """A digest of the pin and the series, to notice edits made during a rebase."""
+    series = fingerprint(read_series(project.series_file), project.pin)
+    return hashlib.sha256(f"{series} {project.pin_file.read_text()}".encode()).hexdigest()
+
+
+def begin(project: Project, target: Target, clone: Path | None, without_wheels: bool) -> None:
+    """Make the place of the rebase, completely or not at all."""
     missing = [variant for variant, file in target.wheels.items() if file is None]
-    if missing and not arguments.without_wheels:
+    if missing and not without_wheels:
         raise ToolError(
-            f"there is no base wheel of vLLM {target.version} to lay the series over",
-            where=f"upstream.toml, wheel.{', wheel.'.join(missing)}",
-            expected="one on the package index for each variant",
+            f"vLLM {target.version} has no base wheel for every variant",
+            expected="a wheel for the same interpreter and processor as the pinned one",
             found=f"none for {', '.join(missing)}",
             next_step="rebase without wheels of that variant: --without-wheels",
         )
-    series = read_series(project.series_file)
-    apply_series(project, series)  # refuses what would be lost
-    git = Git(project.tree)
-    with staging(place(project)) as stage:
-        fresh = set_up(project, target, arguments.clone, stage)
-        git.run("fetch", "--quiet", "--no-tags", fresh.path.as_uri(), "HEAD")
-        state = State(
-            before=project.pin.version,
-            onto=target.version,
-            fingerprint=state_of(project),
-            base=git.text("rev-parse", "FETCH_HEAD"),
-            patches=[patch.name for patch in series],
-            record=list(read_record(git) or ()),
-            drop_contained=arguments.drop_contained,
-        )
-        shutil.rmtree(fresh.path)
-        state.save(stage)
-        shutil.rmtree(place(project), ignore_errors=True)
-        stage.rename(place(project))
-    return state
+    with staging(rebased(project).root) as stage:
+        set_up(project, target, clone, stage)
+        stage.rename(rebased(project).root)
 
 
 def set_up(project: Project, target: Target, clone: Path | None, stage: Path) -> Git:
-    """A repository in ``stage`` whose one commit is the target, and in ``new`` its pin."""
-    path = stage / "vllm"
-    path.mkdir()
-    git, tree_id = unpack_source(fetch(target.source, project), target.archive_only, path)
+    """In ``stage``: the series with the new pin, and a tree on the target with the old commits."""
+    apply_series(project, read_series(project.series_file))  # refuses what would be lost
+    new = rebased(project, stage)
+    new.tree.mkdir()
+    git, tree_id = unpack_source(fetch(target.source, project), target.archive_only, new.tree)
     if clone and tree_id != (wanted := open_clone(clone).tree_id(target.commit)):
         raise ToolError(
             "the source archive does not hold the files of the tag",
@@ -174,110 +176,99 @@ def set_up(project: Project, target: Target, clone: Path | None, stage: Path) ->
             found=f"tree {tree_id}",
             next_step="add what the archive has beyond the tag to archive_only in upstream.toml",
         )
-    new = _result(project, stage)
     shutil.copytree(project.patches, new.patches, symlinks=True)
     text = render_pin(project.pin_file.read_text(encoding="utf-8"), target, tree_id)
     new.pin_file.write_text(text, encoding="utf-8")
     commit_base(git, new.pin)
+    git.fetch(project.tree, f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}")
+    git.run("config", _BEGAN, _digest(project))
     return git
-
-
-def _result(project: Project, stage: Path) -> Project:
-    """The project as it will be: the new pin and series, in the stage."""
-    return Project(stage / "new", project.line, tree_at=project.tree)
-
-
-def _go_on(project: Project, state: State) -> None:
-    git, new = Git(project.tree), _result(project, place(project))
-    if project.pin != new.pin:
-        if git.commit_id(OLD_BASE) is None:
-            change_base(git, state.base)
-        replay(project, state)
-        tell("writing the patches, and proving that they give back the commits")
-        _prove(project, new, state)
-        with replacing_line(project.patches) as stage:
-            shutil.copytree(new.patches, stage, symlinks=True, dirs_exist_ok=True)
-    # The new series is in place: what is left can be done again.
-    _move_submodule(project, new)
-    if git.commit_id(OLD_BASE):
-        ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
-        print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
-        forget_old_base(git)
-    count = len(read_series(project.series_file))
-    print(f"rebased: {count} patches from vLLM {state.before} onto {state.onto}")
-    for name, why in state.left_out.items():
-        print(f"left out: {name} ({why})")
-    print("next: make lock && make install && make test; then commit what changed")
-    shutil.rmtree(place(project))
-
-
-def _leave_out(project: Project, state: State, verb: str) -> None:
-    """``skip`` or ``drop`` the patch that the rebase stopped at."""
-    git = Git(project.tree)
-    if state.stop:
-        state.catch_up(git)
-    if state.stop is None or (verb == "drop" and state.stop != CONTAINED):
-        where = f"at {state.patches[state.done]}, which conflicts" if state.stop else "at no patch"
-        expected = "a stop at a patch" + (" that the release contains" if verb == "drop" else "")
-        raise ToolError(
-            f"there is nothing to {verb}",
-            where=place(project),
-            expected=expected,
-            found=where,
-            next_step=f"{COMMAND} " + ("--skip leaves it out" if state.stop else "--continue"),
-        )
-    discard(git)
-    state.leave_out()
-    state.save(place(project))
-
-
-def abort(project: Project, state: State) -> None:
-    """Forget the rebase; pin, series and build tree are as before it."""
-    git = Git(project.tree)
-    if project.pin == _result(project, place(project)).pin:
-        raise ToolError(
-            "the rebase is finished: the new series is in place",
-            where=project.patches,
-            next_step=f"{COMMAND} --continue, then git restore what you want back",
-        )
-    if project.tree.exists() and git.commit_id(OLD_BASE):
-        restore_base(git, Record(*state.record) if state.record else None)
-    shutil.rmtree(place(project))
 
 
 def try_all(project: Project, target: Target, clone: Path | None) -> list[Trial]:
     """Try every patch, in a place that is gone afterwards."""
     series = read_series(project.series_file)
-    apply_series(project, series)
-    refs = [f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}"]
     trials: list[Trial] = []
-    with staging(place(project)) as stage:
+    with staging(rebased(project).root) as stage:
         git = set_up(project, target, clone, stage)
-        git.run("fetch", "--quiet", "--no-tags", project.tree.resolve().as_uri(), *refs)
         for patch, commit in zip(series, old_commits(git), strict=True):
             trials.append(attempt(git, patch.name, commit))
             tell(f"[{len(trials):2}/{len(series)}] {patch.name}: {trials[-1].verdict}")
     return trials
 
 
-def _prove(project: Project, new: Project, state: State) -> None:
+def go_on(project: Project, new: Project, drop_contained: bool) -> None:
+    """Replay what is left of the series, prove the result, put it in place."""
+    git, before = Git(new.tree), project.pin
+    if before != new.pin:
+        if _digest(project) != git.text("config", _BEGAN):
+            raise ToolError(
+                "the pin or the series changed since the rebase began; nothing is overwritten",
+                where=project.patches,
+                expected="upstream.toml and patches as they were",
+                next_step=f"put them back (git restore), or begin again: {COMMAND} --abort",
+            )
+        names = [patch.name for patch in read_series(project.series_file)]
+        commit_resolution(git)
+        replay(git, names, f"vLLM {new.pin.version}", drop_contained)
+        tell("writing the patches, and proving that they give back the commits")
+        _prove(new, names)
+        refuse_unaccounted(open_settled(project))
+        made = {path.name: path.read_bytes() for path in new.patches.iterdir()}
+        with replacing_all({project.patches / name: made.get(name) for name in {*names, *made}}):
+            pass
+    # The new series is in place: what is left can be done again.
+    _move_submodule(project, new)
+    ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
+    print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
+    if project.tree.exists():
+        old = Git(project.tree)
+        old.fetch(new.tree, *(f"+{ref}:{ref}" for ref in (BASE_REF, APPLIED_REF, EXPORTED_REF)))
+        old.run("checkout", "--quiet", "-B", BRANCH, APPLIED_REF)
+        write_record(old, read_record(git))
+    print(f"rebased: {len(read_series(project.series_file))} patches onto vLLM {new.pin.version}")
+    for name in left_out(git):
+        print(f"left out: {name}")
+    print("next: make lock && make install && make test; then commit what changed")
+    shutil.rmtree(new.root)
+
+
+def _prove(new: Project, names: list[str]) -> None:
     """Export the replayed commits and apply them again; refuse before anything is replaced."""
-    kept = [p for p in read_series(project.series_file) if p.name not in state.left_out]
-    if not kept:
-        step = f"leave everything as it was: {COMMAND} --abort"
-        raise ToolError("no patch is left of the series", where=new.tree, next_step=step)
-    write_series(new.series_file, tuple(kept), list(state.left_out))
     try:
-        export_series(new)
+        export_series(new, drop=names)
+        apply_series(new, read_series(new.series_file))
     except ToolError as error:
         raise ToolError(
             "the result cannot be a series yet; nothing was replaced",
             where=new.tree,
             next_step=f"correct its commits (git rebase --interactive {BASE_REF}), then: "
-            f"{COMMAND} --continue",
+            f"{COMMAND} --continue; or give it up: {COMMAND} --abort",
             details=str(error).splitlines(),
         ) from error
-    apply_series(new, read_series(new.series_file))
+
+
+def skip(new: Project) -> None:
+    """Leave the patch that the rebase stopped at out of the series."""
+    git = Git(new.tree)
+    if git.commit_id("CHERRY_PICK_HEAD") is None:
+        step = f"{COMMAND} --continue"
+        raise ToolError("the rebase did not stop at a patch", where=new.tree, next_step=step)
+    name = read_series(new.series_file)[count_done(git)].name
+    contained = not git.differs("--cached", "HEAD")
+    leave_out(git, name, f"vLLM {new.pin.version} contains it" if contained else "skipped")
+
+
+def abort(project: Project, new: Project) -> None:
+    """Forget the rebase: nothing was changed but its own place."""
+    if project.pin == new.pin:
+        raise ToolError(
+            "the rebase is finished: the new series is in place",
+            where=project.patches,
+            next_step=f"{COMMAND} --continue, then git restore what you want back",
+        )
+    shutil.rmtree(new.root)
+    print("given up: the rebase; everything is as it was")
 
 
 def _move_submodule(project: Project, new: Project) -> None:

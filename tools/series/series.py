@@ -2,14 +2,12 @@
 """``patches/<line>/series`` and the files it lists: reading, checking, writing as one act."""
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from tools.common.errors import Problems, ToolError
-from tools.common.files import staging, write
-from tools.common.pin import Pin, left_aside
+from tools.common.files import replacing_all
+from tools.common.pin import Pin
 from tools.series.patch import Patch
 
 # Patches in order.
@@ -92,50 +90,17 @@ def read_series(series_file: Path) -> Series:
         names = parse_series(series_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         step = "restore it (git checkout patches), or make it: series export"
-        raise ToolError(
-            "there is no series file",
-            where=series_file,
-            next_step=left_aside(series_file.parent) or step,
-        ) from None
+        raise ToolError("there is no series file", series_file, next_step=step) from None
     if problems := list(_listing_problems(series_file, names)):
         raise Problems(f"the list of patches in {series_file} is wrong", problems)
     return tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names)
 
 
-@contextmanager
-def replacing_line(directory: Path) -> Iterator[Path]:
-    """An empty directory that takes the place of a line's directory when the body succeeds.
-
-    An error or a crash before that leaves the old directory as it was. A crash between the two
-    renames leaves it beside its place; ``left_aside`` names the way back.
-    """
-    with staging(directory) as stage:
-        aside = stage.with_name(stage.name.replace(directory.name, f"{directory.name}-old"))
-        yield stage
-        if directory.exists():
-            directory.rename(aside)
-        try:
-            stage.rename(directory)
-        except BaseException:
-            if aside.exists():
-                aside.rename(directory)
-            raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> None:
-    """Put a new series in the place of the old one, completely or not at all.
-
-    Files that are not patches are carried over.
-    """
-    old_text = series_file.read_text(encoding="utf-8") if series_file.exists() else ""
-    text = render_series([patch.name for patch in series], old_text).encode()
-    with replacing_line(series_file.parent) as stage:
-        if series_file.parent.exists():
-            shutil.copytree(series_file.parent, stage, symlinks=True, dirs_exist_ok=True)
-        for name in removed:
-            (stage / name).unlink(missing_ok=True)
-        files = {patch.name: patch.data for patch in series} | {series_file.name: text}
-        for path, data in ((stage / name, data) for name, data in files.items()):
-            if not path.exists() or path.read_bytes() != data:
-                write(path, data)
+    """Put a new series in the place of the old one, completely or not at all."""
+    old = series_file.read_text(encoding="utf-8") if series_file.exists() else ""
+    text = render_series([patch.name for patch in series], old)
+    files: dict[Path, bytes | None] = {series_file.parent / name: None for name in removed}
+    files |= {series_file.parent / patch.name: patch.data for patch in series}
+    with replacing_all({**files, series_file: text.encode()}):
+        pass

@@ -13,9 +13,9 @@ from tools.common.cli import add_flag, add_tree
 from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.pin import Project
+from tools.series import rebase
 from tools.series.export import export_series, format_patch, name_patches
 from tools.series.patch import Patch
-from tools.series.replay import read_state
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF, open_tree, read_record, unaccounted
 from tools.source.index import Index, releases
@@ -81,8 +81,8 @@ def report(
     yield "pin", f"vLLM {pin.version}, {pin.git_tag}, commit {pin.commit}"
     yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
     yield "newest", newest
-    if state := read_state(project):
-        yield "rebase", f"onto vLLM {state.onto} in {project.tree}: {state}"
+    if state := rebase.state(project):
+        yield "rebase", state
     if problem:
         yield "series", problem
         return

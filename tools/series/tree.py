@@ -5,7 +5,7 @@ Refs and a record beside them tell which commits the patches reproduce.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +21,6 @@ from tools.source.fetch import submodule
 
 BRANCH = "routed-experts"
 BASE_REF, APPLIED_REF, EXPORTED_REF = "refs/re/base", "refs/re/applied", "refs/re/exported"
-# Where they were before a rebase that is under way.
-OLD_BASE, OLD_APPLIED = "refs/re/rebase/base", "refs/re/rebase/applied"
-_OLD = {BASE_REF: OLD_BASE, APPLIED_REF: OLD_APPLIED, EXPORTED_REF: "refs/re/rebase/exported"}
 UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
 
 
@@ -77,7 +74,7 @@ def make_base(project: Project, into: Path) -> Git:
     if path := submodule(project):
         git = Git(into)
         git.init(BRANCH)
-        git.run("fetch", "--quiet", "--depth=1", "--no-tags", path.resolve().as_uri(), "HEAD")
+        git.fetch(path, "--depth=1", "HEAD")
         tree = git.tree_id("FETCH_HEAD")
     else:
         git, tree = unpack_source(fetch(pin.source, project), pin.archive_only, into)
@@ -122,13 +119,6 @@ def open_tree(project: Project) -> Git:
             next_step=f"move it away, then: {apply}",
         )
     found = git.message(base)
-    if found != base_message(pin).strip() and git.commit_id(OLD_BASE):
-        raise ToolError(
-            "a rebase is under way in the build tree",
-            where=path,
-            found=found.splitlines()[0],
-            next_step="python -m tools series rebase --continue, or --abort",
-        )
     if found != base_message(pin).strip() or git.tree_id(base) != pin.tree:
         raise ToolError(
             "the build tree belongs to another pin",
@@ -194,39 +184,6 @@ def refuse_unaccounted(git: Git) -> None:
                 *("known commits:", *(f"  {ref}  {git.oneline(ref)}" for ref in refs)),
             ],
         )
-
-
-def discard(git: Git) -> None:
-    """Leave nothing uncommitted, and nothing of an unfinished cherry-pick."""
-    git.run("cherry-pick", "--quit")
-    git.run("reset", "--quiet", "--hard")
-    git.run("clean", "--quiet", "--force", "-d")
-
-
-def change_base(git: Git, base: str) -> None:
-    """Stand on another base commit, without patches; keep the refs of the old one."""
-    old = {kept: git.commit_id(ref) for ref, kept in _OLD.items()}
-    _set_refs(git, {**old, BASE_REF: base, f"refs/heads/{BRANCH}": base})
-    discard(git)
-
-
-def restore_base(git: Git, record: Record | None) -> None:
-    """Undo ``change_base``."""
-    discard(git)
-    git.run("checkout", "--quiet", "-B", BRANCH, OLD_APPLIED)
-    _set_refs(git, {ref: git.commit_id(kept) for ref, kept in _OLD.items()})
-    forget_old_base(git)
-    write_record(git, record)
-
-
-def forget_old_base(git: Git) -> None:
-    _set_refs(git, dict.fromkeys(_OLD.values()))
-
-
-def _set_refs(git: Git, refs: Mapping[str, str | None]) -> None:
-    """Set refs to commits, or remove them, all in one act."""
-    lines = (f"update {ref} {to}\n" if to else f"delete {ref}\n" for ref, to in refs.items())
-    git.run("update-ref", "--stdin", stdin="".join(lines).encode())
 
 
 def unpack(archive: Path, into: Path) -> Path:

@@ -259,7 +259,8 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
     with _workshop(project, base) as git:
         by_name = dict(zip(order, commits, strict=True))
         maker = Maker(git, base, known, by_name, person, asked.trailer)
-        drafts, texts = [], {}
+        drafts: list[Branch] = []
+        texts: dict[Path, bytes | None] = {}
         for name, patches in groups.items():
             mine = [patch.name for patch in patches]
             inside, head = maker.stack(mine)
@@ -276,9 +277,8 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
             git.run("update-ref", f"refs/heads/{name}", head)
             findings = _check(project, git, head, len(mine)) if asked.test else {}
             path = out / f"{name.replace('/', '-')}.md"
-            texts[path] = render_request(
-                git, base.commit, base.label, patches, len(below), head, findings
-            )
+            text = render_request(git, base.commit, base.label, patches, len(below), head, findings)
+            texts[path] = text.encode()
             drafts.append(Branch(name, tuple(mine), below, path, old != head))
         with replacing_all(texts):
             _publish(git, base, [b.name for b in drafts if b.fresh], asked.replace)
