@@ -2,26 +2,22 @@
 """The next release, as an edit that a person commits. Nothing here commits, tags or pushes."""
 
 import argparse
-import io
 import re
-import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import tomlkit
-from backports import tarfile
 
 from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import ToolError
 from tools.common.files import replacing_all
 from tools.common.git import Git
 from tools.common.pin import Project
-from tools.series.apply import am_all, apply_series, scratch_worktree
 from tools.series.check import check_series
 from tools.series.export import export_series
 from tools.series.patch import Patch
-from tools.series.series import Series, read_series
-from tools.series.tree import BASE_REF
+from tools.series.series import Series, parse_series
 from tools.wheel.plan import tree_series
 
 EXAMPLE = ""
@@ -34,7 +30,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Write number and changelog of the next release, both or neither. The changelog gets the
-    patches that changed since the last tag re.<n>, by git range-diff; read it, edit it, commit
+    patches that changed since the last tag re.<n>; read it, edit it, commit
     it. Refuses uncommitted changes, a stale series and a release without changes."""
     number, last, changes = prepare(project)
     before = f"since re.{last}" if last is not None else "the first release"
@@ -63,9 +59,9 @@ def prepare(project: Project) -> tuple[int, int | None, list[str]]:
             found=f'"{number}"',
         )
     refuse_stale(project)
-    build, series = tree_series(project)
+    _, series = tree_series(project)
     tag = f"re.{last}" if last is not None else None
-    changes, old_version = changes_since(project, build, series, tag)
+    changes, old_version = changes_since(project, series, tag)
     moved = old_version not in (None, project.pin.version)
     if not changes and not moved:
         raise ToolError(
@@ -92,7 +88,6 @@ def prepare(project: Project) -> tuple[int, int | None, list[str]]:
     return number, last, changes
 
 
-_PAIR = re.compile(r"\s*(\d+|-):\s+\S+ ([=!<>])\s+(\d+|-):\s+\S+ .*")
 _HEADING = re.compile(r"^## re\.(\d+), (unreleased|\d{4}-\d{2}-\d{2})$", re.MULTILINE)
 
 
@@ -126,59 +121,44 @@ def refuse_stale(project: Project) -> None:
         )
 
 
-def compare_ranges(output: str, old: Series, new: Series) -> list[str]:
-    """What became of each patch, from ``git range-diff --no-patch``; those removed come last."""
-    found: dict[int, str] = {}
-    removed = []
-    for line in output.splitlines():
-        match = _PAIR.fullmatch(line)
-        assert match, line
-        before = old[int(match[1]) - 1] if match[1] != "-" else None
-        after = new[int(match[3]) - 1] if match[3] != "-" else None
-        if after is None:
-            assert before is not None
-            removed.append(_describe("removed", before))
-        elif before is None or match[2] == "!" or before.name != after.name:
-            kind = "changed" if match[2] == "!" else "renamed"
-            found[int(match[3])] = _describe(kind if before else "added", after)
-    return [*(found[number] for number in sorted(found)), *removed]
+def changes_since(
+    project: Project, series: Series, tag: str | None
+) -> tuple[list[str], str | None]:
+    """What changed in the series since a release, or all of it where there was none.
+
+    A patch that only moved, because of those before it, is not changed. Those removed come last.
+    Returns the vLLM of that release too.
+    """
+    repository, patches = Git(project.root), f"patches/{project.line}"
+    files = repository.files(tag, patches) if tag else {}
+    if not files:
+        return [_describe("added", patch) for patch in series], None
+    blobs = repository.contents(entry.blob for entry in files.values())
+    then = {Path(path).name: blobs[entry.blob] for path, entry in files.items()}
+    old = {name: Patch(name, then[name]) for name in parse_series(then["series"].decode())}
+    kept = {patch.name for patch in series}
+    elsewhere = {patch.subject: patch for patch in old.values() if patch.name not in kept}
+    changes = []
+    for patch in series:
+        before = old.get(patch.name) or elsewhere.pop(patch.subject, None)
+        if before is None:
+            changes.append(_describe("added", patch))
+        elif _content(patch) != _content(before):
+            changes.append(_describe("changed", patch))
+        elif patch.name != before.name:
+            changes.append(_describe("renamed", patch))
+    changes += [_describe("removed", patch) for patch in elsewhere.values()]
+    return changes, tomllib.loads(then["upstream.toml"].decode())["release"]["version"]
+
+
+def _content(patch: Patch) -> tuple[str, str, bytes]:
+    """A patch without its place in the files: no line numbers, no ids."""
+    place = re.compile(rb"^(index .*|@@ -\S+ \+\S+ @@.*)$", re.MULTILINE)
+    return patch.subject, patch.body, place.sub(b"", patch.diff_bytes)
 
 
 def _describe(kind: str, patch: Patch) -> str:
     return f"{kind} `{patch.name}`: {patch.subject}"
-
-
-def changes_since(
-    project: Project, git: Git, series: Series, tag: str | None
-) -> tuple[list[str], str | None]:
-    """What changed in the series since a release, or all of it where there was none.
-
-    ``git`` is the build tree, with the series applied. Returns the vLLM of that release too.
-    """
-    repository, patches = Git(project.root), f"patches/{project.line}"
-    if tag is None or not repository.files(tag, patches):
-        return [_describe("added", patch) for patch in series], None
-    archive = repository.run("archive", "--format=tar", tag, patches)
-    with tempfile.TemporaryDirectory(prefix="re-release-") as name:
-        place = Path(name)
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-            tar.extractall(place, filter="data")
-        (place / "build").mkdir()
-        project.downloads.mkdir(parents=True, exist_ok=True)
-        (place / "build/downloads").symlink_to(project.downloads.resolve())
-        then = Project(place, project.line, project.wheelhouse, project.offline)
-        old = read_series(then.series_file)
-        base = BASE_REF
-        if then.pin.tree == project.pin.tree:
-            with scratch_worktree(git) as scratch:
-                head = am_all(scratch, old)
-        else:
-            head = apply_series(then, old).commit
-            git.run("fetch", "--quiet", "--no-tags", str(then.tree), head)
-            base = git.commits(head)[0]
-        options = ("--no-color", "--no-patch", "--creation-factor=60")
-        output = git.text("range-diff", *options, f"{base}..{head}", f"{BASE_REF}..HEAD")
-        return compare_ranges(output, old, series), then.pin.version
 
 
 def section(text: str, number: int) -> tuple[str, str] | None:
