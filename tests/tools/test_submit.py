@@ -186,13 +186,16 @@ def test_a_need_that_does_not_stand_earlier_is_refused(toy: Toy, clone: Path) ->
         assert "no-such.patch, which is not in the series" in error
 
 
-def test_a_patch_stands_on_the_one_whose_lines_it_changes(toy: Toy, clone: Path) -> None:
+def test_a_patch_that_stands_on_one_that_its_header_does_not_name_is_refused(
+    toy: Toy, clone: Path
+) -> None:
     envs = (toy.tree / "vllm/envs.py").read_text()
-    add(toy, "[Core] Change it", {"vllm/envs.py": envs.replace("SETTING_9 = 99", "SETTING_9 = 5")})
-    submit(toy, clone, "change-it")
-    assert subjects(clone, "change-it")[0] == "[Core] Count rows"
-    assert subjects(clone, "change-it")[-1] == "[Core] Change it"
-    assert "SETTING_9 = 5\n" in git(clone, "show", "change-it:vllm/envs.py")
+    files = {"vllm/envs.py": envs.replace("SETTING_9 = 99", "SETTING_9 = 5")}
+    add(toy, "[Core] Change it", files)
+    error = stop(toy, clone, "change-it")
+    assert "conflicts in vllm/envs.py" in error
+    assert "Needs:" in error
+    assert branches(clone) == ["main"]
 
 
 # --- the text -----------------------------------------------------------------------------------
@@ -312,6 +315,12 @@ def test_a_branch_that_exists_is_replaced_only_when_told(toy: Toy, clone: Path) 
     assert not (toy.build / "submit").exists()
     submit(toy, clone, "--replace")
     assert subjects(clone, stem(THIRD)) == ["[Misc] Drop the old module"]
+
+
+def test_a_branch_that_is_checked_out_is_not_replaced(toy: Toy, clone: Path) -> None:
+    git(clone, "checkout", "--quiet", "-b", stem(THIRD))
+    assert "(checked out)" in stop(toy, clone, THIRD, "--replace")
+    assert git(clone, "status", "--porcelain") == ""
 
 
 def test_a_text_that_cannot_be_written_leaves_no_branch(

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from tools.common.cli import add_downloads, add_flag, add_tree
@@ -125,12 +126,12 @@ def am_all(git: Git, series: Series, *, refresh: bool = False) -> str:
 
 
 @contextmanager
-def scratch_worktree(git: Git) -> Iterator[Git]:
-    """A second work tree on the base commit, gone afterwards."""
+def scratch_worktree(git: Git, commit: str = BASE_REF, beside: Path | None = None) -> Iterator[Git]:
+    """A second work tree on a commit, beside the first or another path; gone afterwards."""
     git.run("worktree", "prune")
     try:
-        with staging(git.path) as place:
-            git.run("worktree", "add", "--quiet", "--detach", str(place), BASE_REF)
+        with staging(beside or git.path) as place:
+            git.run("worktree", "add", "--quiet", "--detach", str(place), commit)
             yield Git(place)
     finally:
         git.run("worktree", "prune")

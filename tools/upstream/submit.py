@@ -2,32 +2,29 @@
 """Patches as branches that a person can send to vLLM, and the text of each pull request.
 
 Nothing here pushes. A branch holds the patch and, below it, the earlier patches that it needs:
-those that its ``Needs:`` header names and, where it does not fit, those that touch the same files.
-Author and sign-off are the person's.
+those that its ``Needs:`` header names. Author and sign-off are the person's.
 """
 
 import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.common.cli import add_flag, add_many, add_path, tell
 from tools.common.errors import Problems, ToolError
-from tools.common.files import replacing_all, staging
+from tools.common.files import replacing_all
 from tools.common.git import Git
 from tools.common.pin import Project
-from tools.series.apply import apply_series
+from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
 from tools.series.patch import Patch
 from tools.series.series import Series, read_series, with_needs
 from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
-from tools.upstream.check_patches import IMPORTS, LINTERS, TESTS, Checker, Finding, Place
+from tools.upstream.check_patches import IMPORTS, LINTERS, PACKAGE, TESTS, Checker, Finding, Place
 from tools.upstream.person import Person, find_person
 from tools.upstream.request import count_commits, render_request, split_body
 from tools.wheel.verify import find_site
@@ -86,6 +83,7 @@ class Branch(NamedTuple):
     """One branch that was made."""
 
     name: str
+    head: str
     patches: tuple[str, ...]  # whose pull request it is
     below: tuple[str, ...]  # patches that it stands on
     text: Path
@@ -151,89 +149,33 @@ def _refuse_words(topic: str | None, trailers: Sequence[str]) -> None:
             raise ToolError(what, where="--trailer", expected=expected, found=trailer)
 
 
-@contextmanager
-def _workshop(project: Project, base: Base) -> Iterator[Git]:
-    """A temporary repository that has the commits of the series and of the base."""
-    with staging(project.tree.with_name("submit")) as place:
-        git = Git(place)
-        git.init("work")
-        objects = [
-            (source.path / source.text("rev-parse", "--git-path", "objects")).resolve()
-            for source in (Git(project.tree), base.git)
-        ]
-        info = place / ".git" / "objects" / "info"
-        info.mkdir(exist_ok=True)
-        (info / "alternates").write_text("".join(f"{path}\n" for path in dict.fromkeys(objects)))
-        shallow = base.git.path / base.git.text("rev-parse", "--git-path", "shallow")
-        if shallow.is_file():
-            shutil.copy(shallow, place / ".git" / "shallow")
-        git.run("checkout", "--quiet", "--detach", base.commit)
-        yield git
-
-
-@dataclass(frozen=True)
-class Maker:
-    """Makes the commits of branches in a temporary repository."""
-
-    git: Git
-    base: Base
-    patches: dict[str, Patch]  # by name, in order
-    commits: dict[str, str]
-    person: Person
-    trailers: Sequence[str]
-
-    def stack(self, names: Sequence[str]) -> tuple[list[str], str]:
-        """The patches with what they need below them, on the base; their names and last commit.
-
-        Where one does not fit, it needs the last earlier patch that touches the same files too.
-        """
-        order = list(self.patches)
-        inside = set(with_needs(self.patches.values(), names))
-        while True:
-            listed = sorted(inside, key=order.index)
-            failed = self._try(listed)
-            if failed is None:
-                return listed, self.git.text("rev-parse", "HEAD")
-            name, files = failed
-            more = [
-                other
-                for other in order[: order.index(name)]
-                if other not in inside and files & {f.path for f in self.patches[other].diff}
-            ]
-            if not more:
-                raise ToolError(
-                    f"a patch does not fit {self.base.label}; no branch was made",
-                    where=name,
-                    found=f"conflicts in {', '.join(sorted(files))}",
-                    next_step="move the series there first: series rebase --onto <version>, or "
-                    "choose a base nearer to the pin",
-                )
-            inside |= set(with_needs(self.patches.values(), more[-1:]))
-
-    def _try(self, names: Sequence[str]) -> tuple[str, set[str]] | None:
-        """Commit these patches on the base; the first that conflicts, and the files."""
-        git = self.git
-        git.run("reset", "--quiet", "--hard", self.base.commit)
-        for name in names:
-            commit = self.commits[name]
-            if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
-                files = set(git.text("diff", "--name-only", "--diff-filter=U").splitlines())
-                git.run("reset", "--quiet", "--hard")
-                return name, files
-            if not git.differs("--cached", "HEAD"):
-                what = f"{self.base.label} contains a patch already; no branch was made"
-                step = "leave it out; series rebase --onto drops it from the series"
-                raise ToolError(what, where=name, next_step=step)
-            message = message_for(self.patches[name], self.person, self.trailers)
-            who = identity(git.log(commit, "%aI"), *self.person)
-            words = ("commit", "--quiet", "--cleanup=verbatim", "-F", "-")
-            git.run(*words, stdin=message.encode(), env=who)
-        return None
+def make_branch(
+    git: Git, base: Base, patches: Iterable[tuple[Patch, str]], person: Person, trailers: list[str]
+) -> str:
+    """Merge patches, each with its commit, onto the base in a work tree; return the last commit."""
+    git.run("reset", "--quiet", "--hard", base.commit)
+    for patch, commit in patches:
+        if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
+            files = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
+            raise ToolError(
+                f"a patch does not fit {base.label}; no branch was made",
+                where=patch.name,
+                found=f"conflicts in {files}",
+                next_step="name the patch that it stands on in its Needs:, choose a base nearer "
+                "to the pin, or move the series there first: series rebase --onto <version>",
+            )
+        if not git.differs("--cached", "HEAD"):
+            what = f"{base.label} contains a patch already; no branch was made"
+            step = "leave it out; series rebase --onto drops it from the series"
+            raise ToolError(what, where=patch.name, next_step=step)
+        message = message_for(patch, person, trailers).encode()
+        who = identity(git.log(commit, "%aI"), *person)
+        git.run("commit", "--quiet", "--cleanup=verbatim", "-F", "-", stdin=message, env=who)
+    return git.text("rev-parse", "HEAD")
 
 
 def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Branch]]:
     """Make the branches and write the texts, all of them or none."""
-    out = project.build / "submit"
     series = read_series(project.series_file)
     chosen = choose_patches(series, asked.patches)
     _refuse_words(asked.topic, asked.trailer)
@@ -250,55 +192,55 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
             found=base.label,
             next_step="leave --test out, and run the test plan in the clone",
         )
-    known = {patch.name: patch for patch in series}
-    order = list(known)
     commits = Git(project.tree).commits(f"{BASE_REF}..{APPLIED_REF}")
+    base.git.fetch(project.tree, "--no-write-fetch-head", APPLIED_REF)
     groups = {p.name.removesuffix(".patch"): [p] for p in chosen}
     if asked.topic:
         groups = {asked.topic: chosen}
-    with _workshop(project, base) as git:
-        by_name = dict(zip(order, commits, strict=True))
-        maker = Maker(git, base, known, by_name, person, asked.trailer)
-        drafts: list[Branch] = []
-        texts: dict[Path, bytes | None] = {}
+    drafts: list[Branch] = []
+    texts: dict[Path, bytes | None] = {}
+    with scratch_worktree(base.git, base.commit, project.build / "submit") as git:
         for name, patches in groups.items():
             mine = [patch.name for patch in patches]
-            inside, head = maker.stack(mine)
+            inside = with_needs(series, mine)
+            stack = [pair for pair in zip(series, commits, strict=True) if pair[0].name in inside]
+            head = make_branch(git, base, stack, person, asked.trailer)
             below = tuple(n for n in inside if n not in mine)
             tell(f"{name}: {count_commits(len(inside))} on {base.label}")
             old = base.git.commit_id(f"refs/heads/{name}")
-            if old not in (None, head) and not asked.replace:
+            in_use = name == base.git.current_branch()
+            if old not in (None, head) and (in_use or not asked.replace):
                 raise ToolError(
                     "a branch of this name exists; no branch was made",
-                    where=f"{base.git.path}, {name}",
+                    where=f"{base.git.path}, {name}{' (checked out)' if in_use else ''}",
                     found=base.git.oneline(f"refs/heads/{name}"),
                     next_step="look at it, then: --replace; or another name: --topic",
                 )
-            git.run("update-ref", f"refs/heads/{name}", head)
             findings = _check(project, git, head, len(mine)) if asked.test else {}
-            path = out / f"{name.replace('/', '-')}.md"
-            text = render_request(git, base.commit, base.label, patches, len(below), head, findings)
-            texts[path] = text.encode()
-            drafts.append(Branch(name, tuple(mine), below, path, old != head))
+            path = project.build / "submit" / f"{name.replace('/', '-')}.md"
+            texts[path] = render_request(
+                git, base.commit, base.label, patches, len(below), head, findings
+            ).encode()
+            drafts.append(Branch(name, head, tuple(mine), below, path, old != head))
         with replacing_all(texts):
-            _publish(git, base, [b.name for b in drafts if b.fresh], asked.replace)
+            _publish(base, drafts)
     return base, drafts
 
 
-def _publish(git: Git, base: Base, branches: Sequence[str], replace: bool) -> None:
-    """Fetch all branches into their repository in one act; nothing leaves this machine."""
-    sign = "+" if replace else ""
-    if refs := [f"{sign}refs/heads/{name}:refs/heads/{name}" for name in branches]:
-        options = ("--quiet", "--atomic", "--no-tags", "--no-write-fetch-head")
-        base.git.run("fetch", *options, git.path.resolve().as_uri(), *refs)
+def _publish(base: Base, branches: Iterable[Branch]) -> None:
+    """Set all branches in one act; nothing leaves this machine."""
+    lines = [f"update refs/heads/{branch.name} {branch.head}\n" for branch in branches]
+    base.git.run("update-ref", "--stdin", stdin="".join(lines).encode())
 
 
 def _check(project: Project, git: Git, head: str, number: int) -> dict[str, Finding]:
     """Check the last commits of a branch together, with the kernels that are installed."""
     place = Place(git.text("rev-parse", f"{head}~{number}"), head)
-    checker = Checker(git, find_site(Path(sys.executable)), project.build / "submit-checks")
+    build = project.build / "submit-checks"
+    checker = Checker(git, find_site(Path(sys.executable)), build)
     findings = {}
     for check in (IMPORTS, LINTERS, TESTS):
         findings[check] = found = checker.check(place, check)
         tell(f"  {check}: {found.said if found.good else f'FAILED: {found.said}'}")
+    shutil.rmtree(build / PACKAGE, ignore_errors=True)  # else it stays a work tree of the clone
     return findings
