@@ -178,12 +178,6 @@ def test_a_missing_series_file_is_reported(toy: Toy) -> None:
     assert "there is no series file" in toy.refuse("series", "check")
 
 
-def test_an_interrupted_export_tells_where_the_old_series_is(toy: Toy) -> None:
-    aside = toy.patches.with_name(f".{toy.line}-old-x")
-    toy.patches.rename(aside)
-    assert f"mv {aside} {toy.patches}" in toy.refuse("series", "check")
-
-
 def test_the_list_shows_tags_status_and_counts(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     row = next(line for line in toy.do("series", "list").splitlines() if NAMES[0] in line)

@@ -73,7 +73,7 @@ def test_a_cached_file_with_one_changed_byte_is_refused_and_left_alone(empty: To
     empty.archive.write_bytes(data)
     lines = empty.refuse("source", "fetch").splitlines()
     assert lines == [
-        "error: a downloaded file has the wrong digest",
+        "error: a downloaded file has the wrong digest: it is not the pinned one",
         f"  where:    {empty.archive}",
         f"  expected: sha256 {expected}",
         f"  found:    sha256 {hashlib.sha256(data).hexdigest()}",

@@ -5,7 +5,6 @@ The next command continues an interrupted download where it stopped.
 """
 
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from unearth import Link, PackageFinder
 
 from tools.common.errors import ToolError
 from tools.common.files import digest_of
@@ -47,33 +45,24 @@ def progress(pinned: PinnedFile) -> Iterator[Advance]:
             bar.stop()
 
 
-def check_file(path: Path, pinned: PinnedFile) -> None:
+def check_file(path: Path, pinned: PinnedFile, next_step: str | None = None) -> None:
     """Refuse a file that is not the pinned one; the file is left as it is."""
     what, expected, found = "size", f"{pinned.size} bytes", f"{path.stat().st_size} bytes"
     if found == expected:
         what, expected = "digest", f"sha256 {pinned.sha256}"
         found = f"sha256 {digest_of(path)}"
     if found != expected:
-        raise ToolError(
-            f"a downloaded file has the wrong {what}",
-            where=path,
-            expected=expected,
-            found=found,
-            next_step=f"delete it, then run the command again: rm {path}",
-        )
+        what = f"a downloaded file has the wrong {what}: it is not the pinned one"
+        step = next_step or f"delete it, then run the command again: rm {path}"
+        raise ToolError(what, path, expected, found, step)
 
 
 def need_space(directory: Path, size: int) -> None:
     """Refuse to write a file that does not fit on the disk."""
     free, need = shutil.disk_usage(directory).free, size + _SPARE
     if free < need:
-        raise ToolError(
-            "not enough free disk space",
-            where=directory,
-            expected=f"{need} bytes",
-            found=f"{free} bytes",
-            next_step="free some space, then run the command again",
-        )
+        what, step = "not enough free disk space", "free some space, then run the command again"
+        raise ToolError(what, directory, f"{need} bytes", f"{free} bytes", step)
 
 
 def fetch(
@@ -92,8 +81,7 @@ def fetch(
             "a pinned file is missing, and --offline forbids the network",
             where=" or ".join(map(str, places)),
             expected=f"{pinned.filename}, sha256 {pinned.sha256}",
-            next_step="put it there, name the directory that has it (--wheelhouse DIR), "
-            "or leave out --offline",
+            next_step="put it there, or name the directory that has it: --wheelhouse DIR",
         )
     target = project.downloads / pinned.filename
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -104,16 +92,12 @@ def fetch(
             partial.unlink()
             return target
         with show(pinned) as advance:
-            digest, size = _download(pinned, out, advance)
-        if (size, digest) != (pinned.size, pinned.sha256):
+            _download(pinned, out, advance)
+        try:
+            check_file(partial, pinned, "nothing was kept; try another index: PIP_INDEX_URL=...")
+        except ToolError:
             partial.unlink()
-            raise ToolError(
-                "the package index gave a file that is not the pinned one",
-                where=pinned.filename,
-                expected=f"sha256 {pinned.sha256}, {pinned.size} bytes",
-                found=f"sha256 {digest}, {size} bytes",
-                next_step="nothing was kept; try another index: PIP_INDEX_URL=...",
-            )
+            raise
         partial.chmod(0o644)
         partial.replace(target)
     return target
@@ -121,9 +105,9 @@ def fetch(
 
 @contextmanager
 def _alone(path: Path) -> Iterator[BinaryIO]:
-    """The file, to read and to append to, held by one process at a time; removed if left empty."""
+    """The file, to append to, held by one process at a time; removed if left empty."""
     while True:
-        file = path.open("a+b")
+        file = path.open("ab")
         fcntl.flock(file, fcntl.LOCK_EX)
         if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
             break
@@ -136,61 +120,39 @@ def _alone(path: Path) -> Iterator[BinaryIO]:
                 path.unlink(missing_ok=True)
 
 
-def _download(pinned: PinnedFile, out: BinaryIO, advance: Advance) -> tuple[str, int]:
-    """Download what ``out`` lacks of a file; return its sha256 and size."""
-    out.seek(0)
-    digest, size = hashlib.sha256(), 0
-    if os.fstat(out.fileno()).st_size < pinned.size:
-        while chunk := out.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    else:
-        out.truncate(0)
-    need_space(Path(out.name).parent, pinned.size - size)
+def _download(pinned: PinnedFile, out: BinaryIO, advance: Advance) -> None:
+    """Append to ``out`` what it lacks of a file."""
+    if out.tell() >= pinned.size:
+        out.truncate(out.seek(0))
+    need_space(Path(out.name).parent, pinned.size - out.tell())
     try:
-        link, finder = _find(pinned)
-        with _opened(link, finder, size) as (start, chunks):
-            if start != size:  # this server gives whole files only
-                out.truncate(0)
-                digest, size = hashlib.sha256(), 0
-            if size:
-                advance(size)
+        with _opened(pinned, out.tell()) as (start, chunks):
+            out.truncate(out.seek(start))  # 0: this server gives whole files only
+            if start:
+                advance(start)
             for chunk in chunks:
                 out.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
                 advance(len(chunk))
     except (OSError, ToolError):
         raise
     except Exception as error:  # every transport has its own errors
-        raise ToolError(
-            "a download failed",
-            where=pinned.filename,
-            found=f"{type(error).__name__}: {error}",
-            next_step=f"{CHECK_NETWORK}, then run the command again: it continues at byte {size}",
-        ) from error
+        said = f"{type(error).__name__}: {error}"
+        step = f"{CHECK_NETWORK}, then run the command again: it continues at byte {out.tell()}"
+        raise ToolError("a download failed", pinned.filename, found=said, next_step=step) from error
     finally:
         out.flush()
-    return digest.hexdigest(), size
-
-
-def _find(pinned: PinnedFile) -> tuple[Link, PackageFinder]:
-    # The digest decides, so any mirror will do.
-    index = Index()
-    for file in index.files(pinned.distribution):
-        if file.filename == pinned.filename:
-            return file.link, index.finder
-    raise ToolError(
-        "the package index does not have the pinned file",
-        where=f"distribution {pinned.distribution}",
-        expected=pinned.filename,
-        next_step=CHECK_NETWORK,
-    )
 
 
 @contextmanager
-def _opened(link: Link, finder: PackageFinder, skip: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+def _opened(pinned: PinnedFile, skip: int) -> Iterator[tuple[int, Iterator[bytes]]]:
     """Where the bytes begin, at ``skip`` or at 0 where a server cannot skip, and the bytes."""
+    index = Index()
+    # The digest decides, so any mirror will do.
+    offered = {file.filename: file.link for file in index.files(pinned.distribution)}
+    link = offered.get(pinned.filename)
+    if link is None:
+        what = f"the package index does not have the pinned file {pinned.filename}"
+        raise ToolError(what, f"distribution {pinned.distribution}", next_step=CHECK_NETWORK)
     if link.is_file:
         with link.file_path.open("rb") as file:
             file.seek(skip)
@@ -199,7 +161,7 @@ def _opened(link: Link, finder: PackageFinder, skip: int) -> Iterator[tuple[int,
     headers = {"Accept-Encoding": "identity"}  # half of a compressed answer is useless
     if skip:
         headers["Range"] = f"bytes={skip}-"
-    with finder.session.get_stream(link.normalized, headers=headers) as response:
+    with index.finder.session.get_stream(link.normalized, headers=headers) as response:
         response.raise_for_status()
         partly = response.headers.get("Content-Range", "").startswith(f"bytes {skip}-")
         # Unbuffered: a chunk that is not full yet would be lost with the connection.
