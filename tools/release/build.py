@@ -6,7 +6,6 @@ provenance is an in-toto statement with SLSA's predicate, unsigned: whoever publ
 """
 
 import argparse
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import ToolError
 from tools.common.files import digest_of, staging
 from tools.common.git import Git
-from tools.common.pin import BaseWheel, Pin, PinnedFile, Project
+from tools.common.pin import BaseWheel, Pin, Project
 from tools.release.prepare import open_repository, read_tags, refuse_stale, section
 from tools.series.series import Series, fingerprint
 from tools.wheel.build import Built, build_wheel
 from tools.wheel.plan import tree_series, wheel_version
-from tools.wheel.sbom import make_sbom
+from tools.wheel.sbom import list_inputs, make_sbom
 from tools.wheel.verify import verify_wheel
 
 EXAMPLE = "--offline"
@@ -94,46 +93,32 @@ def _refuse_released(git: Git, number: int) -> None:
         raise ToolError(
             "this version is released already",
             where=f"the tag re.{number}",
-            expected="no such tag, or one of this commit",
             found=git.oneline(tags[number]),
             next_step="make release-prepare, or check out the tag to build it again",
         )
-    if later := [known for known in tags if known > number]:
-        raise ToolError(
-            "a later version is released already",
-            where="pyproject.toml, [project].version",
-            expected=f'"{max(later) + 1}"',
-            found=f'"{number}"',
-            next_step="make release-prepare",
-        )
+    if number < (last := max(tags, default=0)):
+        what, where = "a later version is released already", "pyproject.toml, [project].version"
+        raise ToolError(what, where, f'"{last + 1}"', f'"{number}"', "make release-prepare")
 
 
 def _prepared_notes(project: Project, number: int) -> str:
     """The section of the changelog, which must have a date."""
     changelog = project.root / "CHANGELOG.md"
     text = changelog.read_text(encoding="utf-8") if changelog.is_file() else ""
-    notes = section(text, number)
-    if notes is None or notes[0] == "unreleased":
-        raise ToolError(
-            "this release is not prepared",
-            where=f"CHANGELOG.md, re.{number}",
-            expected="a section with a date",
-            found=notes[0] if notes else "no such section",
-            next_step="make release-prepare",
-        )
-    return notes[1]
+    state, notes = section(text, number) or ("no such section", "")
+    if not notes or state == "unreleased":
+        what, where = "this release is not prepared", f"CHANGELOG.md, re.{number}"
+        raise ToolError(what, where, "a section with a date", state, "make release-prepare")
+    return notes
 
 
 def _releasable(project: Project) -> dict[str, BaseWheel]:
     pin = project.pin
     wheels = {variant: base for variant, base in pin.wheels.items() if not base.tests_only}
     if not wheels:
-        raise ToolError(
-            "this line has no wheel that may be released",
-            where=project.pin_file,
-            expected=f"a base wheel of vLLM {pin.version}",
-            found=f"for tests only: {', '.join(pin.wheels) or 'none'}",
-        )
+        what, expected = "this line has no wheel that may be released", f"one of vLLM {pin.version}"
+        found = f"for tests only: {', '.join(pin.wheels) or 'none'}"
+        raise ToolError(what, project.pin_file, expected, found)
     return wheels
 
 
@@ -142,26 +127,14 @@ def _compare(there: Path, made: Path) -> None:
     found, expected = (
         {path.name: digest_of(path) for path in place.iterdir()} for place in (there, made)
     )
-    differing = sorted(name for name in found | expected if found.get(name) != expected.get(name))
-    if differing:
+    if differing := sorted(dict(found.items() ^ expected.items())):
         raise ToolError(
             "another release of this number lies there; it was left as it is",
             where=there,
-            expected="what this commit gives",
-            found=f"{len(differing)} files that differ",
+            found=f"{len(differing)} files that differ from what this commit gives",
             next_step="move it away, then run the command again",
             details=differing,
         )
-
-
-def _package(pinned: PinnedFile, **annotations: str) -> dict[str, Any]:
-    name = quote(pinned.filename, safe="")
-    return {
-        "name": pinned.filename,
-        "uri": f"pkg:pypi/{pinned.distribution}@{pinned.version}?file_name={name}",
-        "digest": {"sha256": pinned.sha256},
-        "annotations": annotations,
-    }
 
 
 def make_provenance(
@@ -171,19 +144,14 @@ def make_provenance(
 
     ``commit`` is this repository's.
     """
-    inputs = [
-        {"name": "vllm-routed-experts", "digest": {"gitCommit": commit}},
-        _package(pin.source, role="source archive", tag=pin.git_tag, commit=pin.commit),
-        _package(base.file, role="base wheel", trusted_by=base.trusted_by),
-        *(
-            {
-                "name": f"patches/{pin.line}/{patch.name}",
-                "digest": {"sha256": hashlib.sha256(patch.data).hexdigest()},
-                "annotations": {"role": "patch", "position": str(number)},
-            }
-            for number, patch in enumerate(series, start=1)
-        ),
+    inputs: list[dict[str, Any]] = [
+        {"name": "vllm-routed-experts", "digest": {"gitCommit": commit}}
     ]
+    for name, digest, facts, file in list_inputs(pin, base, series):
+        inputs.append({"name": name, "digest": {"sha256": digest}, "annotations": facts})
+        if file:
+            package = f"pkg:pypi/{file.distribution}@{file.version}"
+            inputs[-1]["uri"] = f"{package}?file_name={quote(file.filename, safe='')}"
     command = f"python -m tools wheel build --on {pin.line} --variant {base.variant}"
     parameters = {
         **{"command": command, "variant": base.variant, "release": str(release)},

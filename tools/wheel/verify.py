@@ -8,10 +8,10 @@ import io
 import subprocess
 import sys
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterator
 from email.parser import Parser
 from importlib.metadata import distributions
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from packaging.tags import Tag, parse_tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
@@ -20,7 +20,7 @@ from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import Problems, ToolError
 from tools.common.pin import Project
 from tools.source.download import fetch
-from tools.wheel.plan import PACKAGE, Member, Plan, plan_wheel, read_wheel_version, tree_series
+from tools.wheel.plan import PACKAGE, Plan, plan_wheel, read_wheel_version, tree_series
 
 EXAMPLE = "--installed .venv/bin/python"
 # What an installer adds beside the wheel's own files.
@@ -71,20 +71,23 @@ def _plan_for(project: Project, version: str, tags: Collection[Tag]) -> tuple[Pl
         return plan_wheel(wheel, base, git, project.pin, series, release), len(series)
 
 
-def _difference(member: Member, data: bytes | None) -> list[ToolError]:
-    """How a file deviates from the plan; nothing when it does not."""
-    digest = "nothing" if data is None else f"sha256 {hashlib.sha256(data).hexdigest()}"
-    expected = f"sha256 {member.sha256.hex()}"
-    if digest == expected:
-        return []
-    what = "missing" if data is None else "changed"
-    return [
-        ToolError(what, where=member.name, expected=f"{expected}, from {member.why}", found=digest)
-    ]
-
-
-def _extra(names: Iterable[str]) -> list[ToolError]:
-    return [ToolError("extra", where=name, expected="no such file") for name in sorted(names)]
+def _deviations(
+    plan: Plan, there: Collection[str], read: Callable[[str], bytes]
+) -> Iterator[ToolError]:
+    """How the files that are there deviate from the plan; nothing when they do not."""
+    wanted = {member.name: member for member in plan.members}
+    for name, member in wanted.items():
+        expected, what = f"sha256 {member.sha256.hex()}", "changed"
+        try:
+            digest = f"sha256 {hashlib.sha256(read(name)).hexdigest()}"
+        except KeyError:
+            what, digest = "missing", "nothing"
+        except zipfile.BadZipFile as error:
+            what, digest = "unreadable", str(error)
+        if digest != expected:
+            yield ToolError(what, name, f"{expected}, from {member.why}", digest)
+    for name in sorted(set(there) - wanted.keys()):
+        yield ToolError("extra", name, "no such file")
 
 
 def _conclude(what: str, plan: Plan, patches: int, deviations: list[ToolError]) -> str:
@@ -102,25 +105,15 @@ def verify_wheel(project: Project, path: Path) -> str:
         _, version, _, tags = parse_wheel_filename(path.name)
         archive = zipfile.ZipFile(path)
     except (InvalidWheelFilename, zipfile.BadZipFile, FileNotFoundError) as error:
-        raise ToolError("this is not a wheel", where=path, found=error) from error
+        raise ToolError("this is not a wheel", path, found=error) from error
     with archive:
         plan, patches = _plan_for(project, str(version), tags)
-        found = []
-        if path.name != plan.filename:
-            found.append(
-                ToolError("file name", where=path, expected=plan.filename, found=path.name)
-            )
         names = archive.namelist()
-        for member in plan.members:
-            try:
-                data = archive.read(member.name) if member.name in names else None
-            except zipfile.BadZipFile as error:
-                found.append(ToolError("unreadable", where=member.name, found=error))
-                continue
-            found += _difference(member, data)
-        found += _extra(set(names) - {member.name for member in plan.members})
+        found = list(_deviations(plan, names, archive.read))
+        if path.name != plan.filename:
+            found.append(ToolError("file name", path, plan.filename, path.name))
         for name in sorted({name for name in names if names.count(name) > 1}):
-            found.append(ToolError("stands more than once", where=name, expected="once"))
+            found.append(ToolError("stands more than once", name, "once"))
     return _conclude(path.name, plan, patches, found)
 
 
@@ -145,48 +138,39 @@ def find_site(place: Path) -> Path:
 def verify_installed(project: Project, place: Path) -> str:
     """Compare every installed file with what the wheel must hold; what was proved."""
     site = find_site(place)
-    found = list(distributions(name=PACKAGE, path=[str(site)]))
-    if len(found) != 1:
-        raise ToolError(
-            f"{PACKAGE} is not installed here" if not found else f"{PACKAGE} is installed twice",
-            where=site,
-            expected=f"one {PACKAGE}-*.dist-info",
-            found=", ".join(each.version for each in found) or "none",
-            next_step="make install",
-        )
-    version = found[0].version
+    installed = list(distributions(name=PACKAGE, path=[str(site)]))
+    if len(installed) != 1:
+        what = f"{PACKAGE} is {'installed twice' if installed else 'not installed here'}"
+        found = ", ".join(each.version for each in installed) or "none"
+        raise ToolError(what, site, f"one {PACKAGE}-*.dist-info", found, "make install")
+    version = installed[0].version
     # Wheels for several machines have one version: the tags tell which this is.
-    tags = Parser().parsestr(found[0].read_text("WHEEL") or "").get_all("Tag", [])
+    tags = Parser().parsestr(installed[0].read_text("WHEEL") or "").get_all("Tag", [])
     plan, patches = _plan_for(project, version, {tag for text in tags for tag in parse_tag(text)})
-    deviations = []
-    for member in plan.members:
-        path = site / member.name
-        if member.name == f"{plan.dist_info}/RECORD":
-            deviations += _record_deviations(path, plan)
-        else:
-            deviations += _difference(member, path.read_bytes() if path.is_file() else None)
-    there = {
-        path.relative_to(site).as_posix()
+    files = {
+        path.relative_to(site).as_posix(): path
         for top in (PACKAGE, plan.dist_info)
         for path in (site / top).rglob("*")
-        if path.is_file() or path.is_symlink()
+        if (path.is_file() or path.is_symlink()) and "__pycache__" not in path.parts
     }
-    wanted = {member.name for member in plan.members}
-    ignored = {f"{plan.dist_info}/{name}" for name in _INSTALLERS_OWN}
-    deviations += _extra(
-        name for name in there - wanted - ignored if "__pycache__" not in PurePosixPath(name).parts
-    )
+    ours = files.keys() - {f"{plan.dist_info}/{name}" for name in _INSTALLERS_OWN}
+    record = f"{plan.dist_info}/RECORD"
+    deviations = [
+        e for e in _deviations(plan, ours, lambda n: files[n].read_bytes()) if e.where != record
+    ]
+    if record in files:
+        deviations += _record_deviations(files[record], plan)
+    else:
+        deviations.append(ToolError("missing", record))
     return _conclude(f"{PACKAGE} {version} in {site}", plan, patches, deviations)
 
 
 def _record_deviations(path: Path, plan: Plan) -> list[ToolError]:
     """RECORD must hold the wheel's own lines; installers add some of their own."""
-    if not path.is_file():
-        return [ToolError("missing", where=path.name)]
     rows = {row[0]: row[1] for row in csv.reader(io.StringIO(path.read_text())) if len(row) == 3}
     wanted = {member.name: member.record()[1] for member in plan.members[:-1]}
     return [
-        ToolError("RECORD", where=name, expected=digest, found=rows.get(name))
+        ToolError("RECORD", name, digest, rows.get(name))
         for name, digest in wanted.items()
         if rows.get(name) != digest
     ]
