@@ -228,10 +228,6 @@ rebase: $(TOOLS_LOCKED) #> Move the series to another vLLM: make rebase ONTO=<ve
 submit: $(TOOLS_LOCKED) #> Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
 	$(TOOLS) upstream submit $(ARGS)
 
-.PHONY: list
-list: $(TOOLS_LOCKED) #> List the series
-	@exec $(TOOLS) series list
-
 ##@ Build and install
 
 .PHONY: venv

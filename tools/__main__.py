@@ -15,7 +15,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 ROOMS = {
     "source": ("fetch",),
-    "series": ("apply", "export", "check", "rebase", "status", "list"),
+    "series": ("apply", "export", "check", "rebase", "status"),
     "wheel": ("build", "identity", "verify"),
     "release": ("prepare", "build"),
     "upstream": ("test", "check-patches", "submit"),

@@ -146,7 +146,7 @@ def test_a_binary_file_is_refused(toy: Toy) -> None:
 
 def test_a_listed_patch_that_does_not_exist_is_refused(toy: Toy) -> None:
     (toy.patches / NAMES[1]).unlink()
-    for verb in ("check", "apply", "list"):
+    for verb in ("check", "apply"):
         error = toy.refuse("series", verb)
         assert "a listed patch does not exist" in error
         assert NAMES[1] in error
@@ -176,13 +176,6 @@ def test_a_patch_not_in_the_series_is_refused(toy: Toy) -> None:
 def test_a_missing_series_file_is_reported(toy: Toy) -> None:
     (toy.patches / "series").unlink()
     assert "there is no series file" in toy.refuse("series", "check")
-
-
-def test_the_list_shows_tags_status_and_counts(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    row = next(line for line in toy.do("series", "list").splitlines() if NAMES[0] in line)
-    cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == [NAMES[0], "[Core] Count rows", "Pending", "1", "1", "1"]
 
 
 def fingerprint(toy: Toy) -> str:

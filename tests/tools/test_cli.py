@@ -23,7 +23,6 @@ VERBS = [
     ("series", "rebase"),
     ("upstream", "submit"),
     ("series", "status"),
-    ("series", "list"),
     ("wheel", "build"),
     ("wheel", "identity"),
     ("wheel", "verify"),

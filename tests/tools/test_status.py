@@ -38,7 +38,7 @@ def test_an_applied_series_is_all_there_and_clean(toy: Toy) -> None:
     assert said["export"] == "clean: it would change no file"
     assert said["drift"] == "none"
     for name in NAMES:
-        assert re.fullmatch(r"Pending +\d+ +\d+ +applied", said[name])
+        assert re.fullmatch(r"Pending +\d+ +\d+ +\d+ +applied", said[name])
 
 
 def test_lines_that_a_later_patch_changes_are_counted(toy: Toy) -> None:

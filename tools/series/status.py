@@ -46,13 +46,15 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     console = Console()
     console.print(facts)
     if series:
-        table = Table("patch", "upstream", "+", "-", "build tree", box=None)
+        table = Table("patch", "upstream", "+", "-", "files", "build tree", box=None)
         for patch in series:
             state = states.get(patch.name, ABSENT)
             try:
-                size = (str(patch.diff.added), str(patch.diff.removed))
+                diff = patch.diff
+                size = [str(count) for count in (diff.added, diff.removed, len(diff))]
             except ToolError as error:
-                size, state = ("?", "?"), error.what
+                size, state = ["?"] * 3, error.what
+            # As Text: brackets are no markup.
             table.add_row(*map(Text, (patch.name, patch.status, *size, state)))
         console.print(table)
 

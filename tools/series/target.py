@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A release or a commit to move the series to, and the pin of it."""
 
-import gzip
 import hashlib
-import io
 import re
 import tarfile
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ import tomlkit
 from packaging.version import InvalidVersion, Version
 
 from tools.common.errors import ToolError
-from tools.common.files import write
+from tools.common.files import staging, write
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, PinnedFile, Project
 from tools.source.download import fetch
@@ -45,25 +43,15 @@ def find_target(project: Project, onto: str, clone: Path | None, commit: str | N
     the clone: no index has it.
     """
     if commit and not re.fullmatch(r"[0-9a-f]{40}", commit):
-        raise ToolError(
-            "a commit is named by its whole id",
-            where="--commit",
-            expected="40 hexadecimal digits",
-            found=commit,
-            next_step="git ls-remote <upstream> 'refs/tags/v<version>^{}' has it",
-        )
+        what, step = "a commit is named by its whole id", "git ls-remote <upstream> has it"
+        raise ToolError(what, "--commit", "40 hexadecimal digits", commit, step)
     if clone is None:
         return _release(project, _version(onto), commit)
     git = open_clone(clone)
     found = resolve(git, onto)
     if commit and commit != found:
-        raise ToolError(
-            "the clone and --commit disagree",
-            where=f"{clone}, {onto}",
-            expected=commit,
-            found=found,
-            next_step="leave --commit out",
-        )
+        what, step = "the clone and --commit disagree", "leave --commit out"
+        raise ToolError(what, f"{clone}, {onto}", commit, found, step)
     tag, distance = _describe(git, found)
     if distance == 0:
         files = Index().files(project.pin.source.distribution)
@@ -75,12 +63,8 @@ def find_target(project: Project, onto: str, clone: Path | None, commit: str | N
 def open_clone(path: Path) -> Git:
     """The repository at ``path``, which must be the top directory of a clone."""
     if not (path / ".git").exists():
-        raise ToolError(
-            "this is not a clone of vLLM",
-            where=path,
-            expected="a directory with .git",
-            next_step="name the top directory of a clone: --clone <path>",
-        )
+        what, step = "this is not a clone of vLLM", "name the top directory of one: --clone <path>"
+        raise ToolError(what, path, "a directory with .git", next_step=step)
     return Git(path)
 
 
@@ -88,13 +72,9 @@ def resolve(git: Git, ref: str) -> str:
     """The commit that a ref of the clone names; ``1.2.3`` may name the tag ``v1.2.3``."""
     found = None if ref.startswith("-") else git.commit_id(ref) or git.commit_id(f"v{ref}")
     if found is None:
-        raise ToolError(
-            "the clone has no such ref",
-            where=git.path,
-            expected="a tag, a branch or a commit",
-            found=ref,
-            next_step=f"fetch it: git -C {git.path} fetch --tags origin",
-        )
+        step = f"fetch it: git -C {git.path} fetch --tags origin"
+        what, expected = "the clone has no such ref", "a tag, a branch or a commit"
+        raise ToolError(what, git.path, expected, ref, step)
     return found
 
 
@@ -102,13 +82,11 @@ def _version(onto: str) -> Version:
     try:
         return Version(onto.removeprefix("v"))
     except InvalidVersion:
-        raise ToolError(
+        what, step = (
             "this is not a version of vLLM",
-            where="--onto",
-            expected="a version such as 1.2.3, or a git ref with --clone",
-            found=onto,
-            next_step="for a ref, name the clone that has it: --clone <path>",
-        ) from None
+            "for a git ref, name the clone: --clone <path>",
+        )
+        raise ToolError(what, "--onto", "a version such as 1.2.3", onto, step) from None
 
 
 def _describe(git: Git, commit: str) -> tuple[str, int]:
@@ -116,13 +94,9 @@ def _describe(git: Git, commit: str) -> tuple[str, int]:
     words = ("describe", "--tags", "--long", "--match", "v[0-9]*", commit)
     match = re.fullmatch(r"(v[^-]+)-(\d+)-g[0-9a-f]+", git.text(*words, accept=(0, 128)))
     if not match:
-        raise ToolError(
-            "no release tag is among the ancestors of the commit",
-            where=git.path,
-            expected="a tag such as v1.2.3",
-            found=commit,
-            next_step=f"fetch them: git -C {git.path} fetch --tags --unshallow origin",
-        )
+        what, expected = "no release tag is among the ancestors of the commit", "one like v1.2.3"
+        step = f"fetch them: git -C {git.path} fetch --tags --unshallow origin"
+        raise ToolError(what, git.path, expected, commit, step)
     return match[1], int(match[2])
 
 
@@ -135,14 +109,10 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
     files = index.files(pin.source.distribution)
     source = next((file for file in files if _is_source(file, version)), None)
     if source is None:
-        newest = ", ".join(map(str, releases(files)[-5:]))
-        raise ToolError(
-            "the package index has no source archive of this version",
-            where=f"distribution {pin.source.distribution}",
-            expected=f"a release; the newest are {newest}",
-            found=str(version),
-            next_step="check the version, or name a ref of a clone: --onto <ref> --clone <path>",
-        )
+        what = "the package index has no source archive of this version"
+        newest = f"a release; the newest are {', '.join(map(str, releases(files)[-5:]))}"
+        step = "check the version, or name a ref of a clone: --onto <ref> --clone <path>"
+        raise ToolError(what, pin.source.distribution, newest, version, step)
     withdrawn = f"{source.filename} is withdrawn on the package index"
     notes = [withdrawn] if source.link.is_yanked else []
     wheels: dict[str, PinnedFile | None] = {}
@@ -158,13 +128,8 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
     pinned = index.pin(source)
     stated = _stated_commit(fetch(pinned, project))
     if commit and stated and not commit.startswith(stated):
-        raise ToolError(
-            "the source archive was made from another commit",
-            where=pinned.filename,
-            expected=commit,
-            found=f"{stated}... in vllm/_version.py",
-            next_step="check the commit of the tag",
-        )
+        what, found = "the source archive was made from another commit", f"{stated}... in it"
+        raise ToolError(what, pinned.filename, commit, found, "check the commit of the tag")
     if commit is None:
         notes.append(
             f"the archive names its commit only as {stated or 'nothing'}: the pin says "
@@ -195,8 +160,7 @@ def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) ->
         version = ".".join(map(str, after)) + f".dev{distance}"
         label = f"{tag}-{distance}-g{short}"
     name = f"vllm-{version}-{short}.tar.gz"
-    data = _pack(git, commit, f"vllm-{version}")
-    project.downloads.mkdir(parents=True, exist_ok=True)
+    data = _pack(git, commit, f"vllm-{version}", project.downloads / "pack")
     write(project.downloads / name, data)
     digest = hashlib.sha256(data).hexdigest()
     source = PinnedFile(project.pin.source.distribution, version, name, len(data), digest)
@@ -208,28 +172,16 @@ def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) ->
     return Target(version, label, commit, source, (), wheels, (note,))
 
 
-def _pack(git: Git, commit: str, top: str) -> bytes:
-    """A source archive of a commit; not by git archive, which follows the commit's attributes."""
-    entries = git.files(commit)
-    blobs = git.contents(entry.blob for entry in entries.values() if entry.mode[:2] == "10")
-    out = io.BytesIO()
-    with (
-        gzip.GzipFile(fileobj=out, mode="wb", mtime=0) as packed,
-        tarfile.open(fileobj=packed, mode="w") as tar,
-    ):
-        for path, entry in sorted(entries.items()):
-            if entry.blob not in blobs:
-                raise ToolError(
-                    "the commit holds a link, which no source archive has",
-                    where=f"{git.path}, {commit}",
-                    found=path,
-                    next_step="rebase onto a release",
-                )
-            member = tarfile.TarInfo(f"{top}/{path}")
-            member.mode = int(entry.mode[-3:], 8)
-            member.size = len(blobs[entry.blob])
-            tar.addfile(member, io.BytesIO(blobs[entry.blob]))
-    return out.getvalue()
+def _pack(clone: Git, commit: str, top: str, beside: Path) -> bytes:
+    """A source archive of a commit: every file, whatever the commit's attributes leave out."""
+    with staging(beside) as place:
+        git = Git(place)
+        git.init("pack")
+        git.fetch(clone.path, "--depth=1", commit)
+        attributes = place / ".git/info/attributes"
+        attributes.parent.mkdir(exist_ok=True)
+        attributes.write_text("* -export-ignore -export-subst\n")
+        return git.run("archive", "--format=tar.gz", f"--prefix={top}/", commit).stdout
 
 
 def wheel_tables(project: Project) -> dict[str, Any]:
