@@ -7,10 +7,9 @@ The next command continues an interrupted download where it stopped.
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -22,27 +21,6 @@ from tools.source.index import CHECK_NETWORK, Index
 
 _CHUNK = 1 << 20
 _SPARE = 64 << 20  # bytes that must stay free beside the file itself
-
-# Called with the number of bytes just written, or left by an interrupted download.
-Advance = Callable[[int], None]
-
-
-@contextmanager
-def progress(pinned: PinnedFile) -> Iterator[Advance]:
-    """A bar on standard error that appears with the first byte downloaded."""
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
-    task = bar.add_task(pinned.filename, total=pinned.size)
-
-    def advance(count: int) -> None:
-        bar.start()
-        bar.advance(task, count)
-
-    try:
-        yield advance
-    finally:
-        if bar.tasks[0].completed:
-            bar.stop()
 
 
 def check_file(path: Path, pinned: PinnedFile, next_step: str | None = None) -> None:
@@ -65,11 +43,7 @@ def need_space(directory: Path, size: int) -> None:
         raise ToolError(what, directory, f"{need} bytes", f"{free} bytes", step)
 
 
-def fetch(
-    pinned: PinnedFile,
-    project: Project,
-    show: Callable[[PinnedFile], AbstractContextManager[Advance]] = progress,
-) -> Path:
+def fetch(pinned: PinnedFile, project: Project) -> Path:
     """The pinned file: from the wheelhouse, from an earlier download, or downloaded now."""
     places = [place for place in (project.wheelhouse, project.downloads) if place]
     for path in (place / pinned.filename for place in places):
@@ -86,61 +60,56 @@ def fetch(
     target = project.downloads / pinned.filename
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{pinned.filename}.part")
-    with _alone(partial) as out:
+    with _alone(target.parent):
         if target.exists():  # another process had the lock, and was faster
             check_file(target, pinned)
-            partial.unlink()
             return target
-        with show(pinned) as advance:
-            _download(pinned, out, advance)
+        _download(pinned, partial)
         try:
             check_file(partial, pinned, "nothing was kept; try another index: PIP_INDEX_URL=...")
         except ToolError:
             partial.unlink()
             raise
-        partial.chmod(0o644)
         partial.replace(target)
     return target
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[BinaryIO]:
-    """The file, to append to, held by one process at a time; removed if left empty."""
-    while True:
-        file = path.open("ab")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-            break
-        file.close()  # whoever had the lock has renamed or removed it
-    with file:
-        try:
-            yield file
-        finally:
-            if os.fstat(file.fileno()).st_size == 0:
-                path.unlink(missing_ok=True)
-
-
-def _download(pinned: PinnedFile, out: BinaryIO, advance: Advance) -> None:
-    """Append to ``out`` what it lacks of a file."""
-    if out.tell() >= pinned.size:
-        out.truncate(out.seek(0))
-    need_space(Path(out.name).parent, pinned.size - out.tell())
+def _alone(directory: Path) -> Iterator[None]:
+    """One process at a time downloads into a directory; the others wait."""
+    handle = os.open(directory, os.O_RDONLY)
     try:
-        with _opened(pinned, out.tell()) as (start, chunks):
-            out.truncate(out.seek(start))  # 0: this server gives whole files only
-            if start:
-                advance(start)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _download(pinned: PinnedFile, partial: Path) -> None:
+    """Download what ``partial`` lacks of a file, with a bar on standard error."""
+    have = partial.stat().st_size if partial.exists() else 0
+    have = have if have < pinned.size else 0
+    need_space(partial.parent, pinned.size - have)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    try:
+        with (
+            _opened(pinned, have) as (start, chunks),
+            partial.open("ab" if start else "wb") as out,
+            Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar,
+        ):
+            task = bar.add_task(pinned.filename, total=pinned.size, completed=start)
             for chunk in chunks:
                 out.write(chunk)
-                advance(len(chunk))
+                bar.advance(task, len(chunk))
     except (OSError, ToolError):
         raise
     except Exception as error:  # every transport has its own errors
-        said = f"{type(error).__name__}: {error}"
-        step = f"{CHECK_NETWORK}, then run the command again: it continues at byte {out.tell()}"
+        said, at = (
+            f"{type(error).__name__}: {error}",
+            partial.stat().st_size if partial.exists() else 0,
+        )
+        step = f"{CHECK_NETWORK}, then run the command again: it continues at byte {at}"
         raise ToolError("a download failed", pinned.filename, found=said, next_step=step) from error
-    finally:
-        out.flush()
 
 
 @contextmanager
