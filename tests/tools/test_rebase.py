@@ -238,7 +238,7 @@ def test_conflict_markers_are_refused(toy: Toy, index: Index) -> None:
     head = git(tree(toy), "rev-parse", "HEAD")
     error = stop(toy, "--continue")
     assert "conflict markers are left" in error
-    assert "found:    vllm/envs.py" in error
+    assert "vllm/envs.py:12: leftover conflict marker" in error
     assert git(tree(toy), "rev-parse", "HEAD") == head
 
 
@@ -444,7 +444,7 @@ def own_commit(toy: Toy, index: Index) -> None:
             "--onto {next}",
             no_cpu_wheel,
             [
-                f"vLLM {NEXT} has no base wheel for every variant",
+                f"vLLM {NEXT} lacks base wheels",
                 "none for cpu\n",
                 "--without-wheels",
             ],

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that several verbs take, and what they print while they work."""
+"""Arguments that several verbs take, and what they print and write."""
 
 import argparse
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 Parser = argparse._ActionsContainer
@@ -33,3 +34,8 @@ def add_many(parser: Parser, name: str, metavar: str, text: str) -> None:
 
 def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows)]

@@ -124,7 +124,6 @@ class Git:
             raise ToolError(
                 what,
                 where=self.path,
-                found=f"{len(dirt)} changed or untracked files",
                 next_step=f"commit or stash them: git -C {self.path} status",
                 details=dirt[:20],
             )

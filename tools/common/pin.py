@@ -181,10 +181,6 @@ class Project:
         data = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         found = data.get("project", {}).get("version")
         if not isinstance(found, str) or not re.fullmatch(r"[1-9]\d*", found):
-            raise ToolError(
-                "the release number is not usable",
-                where=f"{path}, [project].version",
-                expected='a whole number from 1 on, as a string: "1"',
-                found=found,
-            )
+            what, expected = "the release number is not usable", 'a whole number, as a string: "1"'
+            raise ToolError(what, f"{path}, [project].version", expected, found)
         return int(found)

@@ -52,23 +52,16 @@ def prepare(project: Project) -> tuple[int, int | None, list[str]]:
     if last is not None and number == last:
         number += 1
     if last is not None and number != last + 1:
-        raise ToolError(
-            "the release number does not follow the last release",
-            where="pyproject.toml, [project].version",
-            expected=f'"{last}" or "{last + 1}"',
-            found=f'"{number}"',
-        )
+        what, expected = "the release number does not follow the last", f'"{last}" or "{last + 1}"'
+        raise ToolError(what, "pyproject.toml, [project].version", expected, f'"{number}"')
     refuse_stale(project)
     _, series = tree_series(project)
     tag = f"re.{last}" if last is not None else None
     changes, old_version = changes_since(project, series, tag)
     moved = old_version not in (None, project.pin.version)
     if not changes and not moved:
-        raise ToolError(
-            "there is nothing to release",
-            expected="a patch, or the pin, changed since the last release",
-            found=f"the series of {tag}" if tag else "no patches",
-        )
+        found = f"the series of {tag}" if tag else "no patches"
+        raise ToolError("there is nothing to release", found=found)
     date = git.text("log", "-1", "--date=format-local:%Y-%m-%d", "--format=%cd")
     changelog, settings = project.root / "CHANGELOG.md", project.root / "pyproject.toml"
     if not changelog.is_file():
@@ -114,8 +107,6 @@ def refuse_stale(project: Project) -> None:
         raise ToolError(
             "the build tree has what the series has not",
             where=project.tree,
-            expected="what the build tree exports",
-            found=f"{len(stale)} files of the series that are not that",
             next_step="python -m tools series export, and commit; or series apply",
             details=stale,
         )
@@ -193,12 +184,7 @@ def date_section(text: str, number: int, date: str, patches: str) -> str:
         return text[:at].rstrip("\n") + f"\n\n{heading}\n\n{patches}{rest}"
     state, old = found
     if state != "unreleased" and patches.splitlines()[0] in old.splitlines():
-        raise ToolError(
-            "this release is prepared already",
-            where=f"CHANGELOG.md, re.{number}",
-            expected="unreleased",
-            found=state,
-            next_step="commit it, then: make release",
-        )
+        what, where = "this release is prepared already", f"CHANGELOG.md, re.{number}"
+        raise ToolError(what, where, "unreleased", state, "commit it, then: make release")
     new = old.replace(f"## re.{number}, unreleased", heading, 1) + f"\n{patches}"
     return text.replace(old, new, 1)

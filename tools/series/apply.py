@@ -92,7 +92,6 @@ def am(git: Git, patch: Patch, *, refresh: bool = False) -> str:
         raise ToolError(
             "a patch does not apply; nothing was changed",
             where=patch.name,
-            expected="every hunk to fit without fuzz",
             next_step=f"to solve it by hand: series apply --before {patch.name}, then in the "
             f"build tree git am --3way --keep-non-patch",
             details=error.details,
@@ -111,10 +110,8 @@ def _refuse_other_blobs(git: Git, patch: Patch) -> None:
             raise ToolError(
                 "a patch was made for another version of a file; nothing was changed",
                 where=f"{patch.name}, {change.path}",
-                expected="an index line of the patch",
-                found=f"index {made}",
-                next_step="if the file below or the patch was meant to change: series apply "
-                "--refresh, look at the result, series export",
+                found=f"index {made}, which the patch does not state",
+                next_step="if that was meant: series apply --refresh, look, series export",
             )
 
 

@@ -120,6 +120,13 @@ def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
     return chosen
 
 
+def draft_series(git: Git, commits: Sequence[str], old: Series) -> Series:
+    """What the commits would be as a series."""
+    drafts = [Patch("draft", format_patch(git, commit)) for commit in commits]
+    names = name_patches(drafts, old)
+    return tuple(Patch(name, draft.data) for name, draft in zip(names, drafts, strict=True))
+
+
 def export_series(project: Project, *, check: bool = False, drop: Sequence[str] = ()) -> Exported:
     """Write the commits of the build tree to the series, completely or not at all.
 
@@ -128,9 +135,8 @@ def export_series(project: Project, *, check: bool = False, drop: Sequence[str] 
     git, series_file = open_settled(project), project.series_file
     commits = _exportable(git)
     old = read_series(series_file) if series_file.exists() else Series()
-    drafts = [Patch("draft", format_patch(git, commit)) for commit in commits]
-    names = name_patches(drafts, old)
-    new = tuple(Patch(name, draft.data) for name, draft in zip(names, drafts, strict=True))
+    new = draft_series(git, commits, old)
+    names = [patch.name for patch in new]
     if problems := [problem for patch in new for problem in check_patch(patch)]:
         raise Problems("commits that break the rules of the series", problems)
     before = {patch.name: patch.data for patch in old}
@@ -174,31 +180,22 @@ def _exportable(git: Git) -> list[str]:
         raise ToolError(
             "HEAD does not stand on the base commit",
             where=git.path,
-            expected=f"{git.commit_id(BASE_REF)} among its ancestors",
             found=git.oneline("HEAD"),
             next_step=f"put your commits on the base: git -C {git.path} rebase -i --onto "
             f"{BASE_REF} <the commit before yours>",
         )
     commits = git.commits(f"{BASE_REF}..HEAD")
     if not commits:
-        raise ToolError(
-            "there is nothing to export; the series stays as it is",
-            where=git.path,
-            expected="commits above the base",
-            found=f"none: HEAD is {BASE_REF}",
-            next_step="python -m tools series apply",
-        )
+        what = f"there is nothing to export, HEAD is {BASE_REF}; the series stays as it is"
+        raise ToolError(what, git.path, next_step="python -m tools series apply")
+    waiting = [c for c in commits if git.subject(c).startswith(("fixup!", "squash!", "amend!"))]
+    unfit = dict.fromkeys(
+        git.commits("--merges", f"{BASE_REF}..HEAD"), "a merge commit has no patch"
+    )
+    unfit |= dict.fromkeys(waiting, "a commit waits to be squashed")
     onto = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
-    problems = []
-    for commit in commits:
-        what = None
-        if " " in git.log(commit, "%P"):
-            what = "a merge commit has no patch"
-        elif git.message(commit).startswith(("fixup!", "squash!", "amend!")):
-            what = "a commit waits to be squashed"
-        if what:
-            problems.append(ToolError(what, found=git.oneline(commit), next_step=onto))
-    if problems:
+    if unfit:
+        problems = [ToolError(w, found=git.oneline(c), next_step=onto) for c, w in unfit.items()]
         raise Problems("commits that cannot be patches", problems)
     return commits
 
@@ -206,12 +203,9 @@ def _exportable(git: Git) -> list[str]:
 def _refuse_silent_loss(removed: Sequence[str], drop: Sequence[str]) -> None:
     """A patch without a commit is only dropped by name: a half-applied series loses nothing."""
     if lost := [name for name in removed if name not in drop]:
-        raise ToolError(
-            "patches of the series have no commit in the build tree",
-            expected="a commit for every patch",
-            found=f"none for {', '.join(lost)}",
-            next_step="to remove them: series export " + " ".join(f"--drop {n}" for n in lost),
-        )
+        what, found = "patches of the series have no commit in the build tree", ", ".join(lost)
+        step = "to remove them: series export " + " ".join(f"--drop {name}" for name in lost)
+        raise ToolError(what, found=found, next_step=step)
 
 
 def _refuse_strays(series_file: Path, new: Series, before: dict[str, bytes]) -> None:

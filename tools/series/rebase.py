@@ -151,12 +151,8 @@ def begin(project: Project, target: Target, clone: Path | None, without_wheels: 
     """Make the place of the rebase, completely or not at all."""
     missing = [variant for variant, file in target.wheels.items() if file is None]
     if missing and not without_wheels:
-        raise ToolError(
-            f"vLLM {target.version} has no base wheel for every variant",
-            expected="a wheel for the same interpreter and processor as the pinned one",
-            found=f"none for {', '.join(missing)}",
-            next_step="rebase without wheels of that variant: --without-wheels",
-        )
+        what, found = f"vLLM {target.version} lacks base wheels", f"none for {', '.join(missing)}"
+        raise ToolError(what, found=found, next_step="go on without them: --without-wheels")
     with staging(rebased(project).root) as stage:
         set_up(project, target, clone, stage)
         stage.rename(rebased(project).root)
@@ -205,7 +201,6 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
             raise ToolError(
                 "the pin or the series changed since the rebase began; nothing is overwritten",
                 where=project.patches,
-                expected="upstream.toml and patches as they were",
                 next_step=f"put them back (git restore), or begin again: {COMMAND} --abort",
             )
         names = [patch.name for patch in read_series(project.series_file)]
@@ -262,11 +257,9 @@ def skip(new: Project) -> None:
 def abort(project: Project, new: Project) -> None:
     """Forget the rebase: nothing was changed but its own place."""
     if project.pin == new.pin:
-        raise ToolError(
-            "the rebase is finished: the new series is in place",
-            where=project.patches,
-            next_step=f"{COMMAND} --continue, then git restore what you want back",
-        )
+        what = f"the rebase is finished: the new series is in place, {project.patches}"
+        step = f"{COMMAND} --continue, then git restore what you want back"
+        raise ToolError(what, next_step=step)
     shutil.rmtree(new.root)
     print("given up: the rebase; everything is as it was")
 

@@ -8,10 +8,9 @@ commit that a person makes with plain git, loses nothing.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tools.common.cli import tell
+from tools.common.cli import table, tell
 from tools.common.errors import ToolError
 from tools.common.git import Git
-from tools.common.markdown import table
 from tools.series.target import Target
 from tools.series.tree import BASE_REF
 
@@ -104,23 +103,14 @@ def commit_resolution(git: Git) -> None:
     if picking is None:
         git.refuse_dirt("there are changes beside a commit that was made already")
         return
-    marked = git.text("grep", "--name-only", "-E", "^(<<<<<<<|>>>>>>>) ", accept=(0, 1)).split("\n")
-    changed = git.text("diff", "--name-only", "HEAD").split("\n")
-    if found := [name for name in marked if name and name in changed]:
-        raise ToolError(
-            "conflict markers are left",
-            where=git.path,
-            expected="no line that begins with <<<<<<< or >>>>>>>",
-            found=", ".join(found),
-            next_step=f"edit these files, then: {COMMAND} --continue",
-        )
+    said = git.text("diff", "--check", "HEAD", accept=(0, 2)).splitlines()
+    if marked := [line for line in said if line.endswith("leftover conflict marker")]:
+        step = f"edit these files, then: {COMMAND} --continue"
+        raise ToolError("conflict markers are left", git.path, next_step=step, details=marked)
     if untracked := [row[3:] for row in git.dirt() if row.startswith("??")]:
-        raise ToolError(
-            "there are files that git does not track",
-            where=git.path,
-            found=", ".join(untracked),
-            next_step=f"git -C {git.path} add (or delete) them, then: {COMMAND} --continue",
-        )
+        what = "there are files that git does not track"
+        step = f"git -C {git.path} add (or delete) them, then: {COMMAND} --continue"
+        raise ToolError(what, git.path, next_step=step, details=untracked)
     git.run("add", "--update", ".")
     if not git.differs("--cached", "HEAD"):
         raise ToolError(

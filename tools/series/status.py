@@ -14,8 +14,7 @@ from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series import rebase
-from tools.series.export import export_series, format_patch, name_patches
-from tools.series.patch import Patch
+from tools.series.export import draft_series, export_series
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF, open_tree, read_record, unaccounted
 from tools.source.index import Index, releases
@@ -95,10 +94,13 @@ def report(
     except ToolError as error:
         yield "applied", f"no: {error.what} ({project.tree})"
         return
-    commits = _commits(git, series)
-    for patch in series:
-        if patch.name in commits:
-            states[patch.name] = APPLIED if commits[patch.name] == patch.data else CHANGED
+    commits = git.commits("--no-merges", f"{BASE_REF}..HEAD")
+    known = {patch.name: patch.data for patch in series}
+    try:
+        for made in draft_series(git, commits, series):
+            states[made.name] = APPLIED if known.get(made.name) == made.data else CHANGED
+    except ToolError:  # two commits of one name: the export says so
+        pass
     same = list(states.values()).count(APPLIED)
     yield "applied", f"{same} of {count} as they are, in {project.tree}"
     yield "churn", _churn(git)
@@ -106,17 +108,6 @@ def report(
     drift = list(_drift(git, project, series))
     for said in drift or ["none"]:
         yield "drift", said
-
-
-def _commits(git: Git, series: Series) -> dict[str, bytes]:
-    """What each commit of the build tree would be as a patch, by the name that it would have."""
-    commits = git.commits("--no-merges", f"{BASE_REF}..HEAD")
-    drafts = [Patch("draft", format_patch(git, commit)) for commit in commits]
-    try:
-        names = name_patches(drafts, series)
-    except ToolError:  # two commits of one name: the export says so
-        return {}
-    return {name: draft.data for name, draft in zip(names, drafts, strict=True)}
 
 
 def _churn(git: Git) -> str:

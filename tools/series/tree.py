@@ -112,12 +112,8 @@ def open_tree(project: Project) -> Git:
     git = Git(path)
     base = git.commit_id(BASE_REF) if (path / ".git").exists() else None
     if base is None:
-        raise ToolError(
-            "this directory was not made by series apply",
-            where=path,
-            expected=f"a repository with {BASE_REF}",
-            next_step=f"move it away, then: {apply}",
-        )
+        what, step = "this directory was not made by series apply", f"move it away, then: {apply}"
+        raise ToolError(what, path, next_step=step)
     found = git.message(base)
     if found != base_message(pin).strip() or git.tree_id(base) != pin.tree:
         raise ToolError(
@@ -153,12 +149,9 @@ def refuse_unfinished(git: Git) -> None:
     """Refuse while a rebase, am, merge or cherry-pick waits to be finished."""
     for name in UNFINISHED:
         if (git.path / ".git" / name).exists():
-            raise ToolError(
-                "a git operation is under way in the build tree",
-                where=git.path,
-                found=f".git/{name}",
-                next_step=f"finish or abort it: git -C {git.path} status",
-            )
+            what = f"a git operation is under way in the build tree (.git/{name})"
+            step = f"finish or abort it: git -C {git.path} status"
+            raise ToolError(what, git.path, next_step=step)
 
 
 def unaccounted(git: Git) -> list[str]:
@@ -172,17 +165,12 @@ def unaccounted(git: Git) -> list[str]:
 
 def refuse_unaccounted(git: Git) -> None:
     if lost := unaccounted(git):
-        refs = [ref for ref in (BASE_REF, APPLIED_REF, EXPORTED_REF) if git.commit_id(ref)]
         raise ToolError(
             "the build tree has commits that the series does not account for",
             where=git.path,
-            expected="HEAD at a known commit",
             found=f"{len(lost)} commits that would be lost",
             next_step="keep them: python -m tools series export; or lose them: --discard",
-            details=[
-                *("would be lost:", *(f"  {git.oneline(commit)}" for commit in lost)),
-                *("known commits:", *(f"  {ref}  {git.oneline(ref)}" for ref in refs)),
-            ],
+            details=map(git.oneline, lost),
         )
 
 

@@ -33,21 +33,14 @@ def submodule(project: Project) -> Path | None:
     update = f"git submodule update --init --checkout {path.name}"
     if not (path / ".git").exists():
         if path.is_dir() and any(path.iterdir()):
-            raise ToolError(
-                "the submodule's directory holds files but no checkout",
-                where=path,
-                next_step=f"empty it, or check it out: {update}",
-            )
+            what = "the submodule's directory holds files but no checkout"
+            raise ToolError(what, path, next_step=f"empty it, or check it out: {update}")
         return None
     git = Git(path)
     if (head := git.commit_id("HEAD")) != pin.commit:
-        raise ToolError(
-            "the submodule is not at the pinned commit",
-            where=path,
-            expected=pin.commit,
-            found=head,
-            next_step=f"{update}, or do without it: git submodule deinit {path.name}",
-        )
+        what = "the submodule is not at the pinned commit"
+        step = f"{update}, or do without it: git submodule deinit {path.name}"
+        raise ToolError(what, path, pin.commit, head, step)
     git.refuse_dirt("the submodule is not clean; nothing is ever changed in it")
     return path
 

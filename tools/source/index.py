@@ -81,12 +81,8 @@ class Index:
         """The file's size and sha256, as the index states them."""
         digest = (file.link.hash_option or {}).get("sha256", [""])[0]
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            raise ToolError(
-                "the package index states no sha256 of a file",
-                where=file.filename,
-                expected="a link that ends in #sha256=...",
-                next_step="name an index that does: PIP_INDEX_URL=...",
-            )
+            what, step = "the package index states no sha256 of a file", "name another index"
+            raise ToolError(what, file.filename, next_step=f"{step}: PIP_INDEX_URL=...")
         with _explained("the package index does not say how large a file is", file.filename):
             if file.link.is_file:
                 size = file.link.file_path.stat().st_size

@@ -20,11 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.common.cli import add_flag, add_path, add_tree, tell
+from tools.common.cli import add_flag, add_path, add_tree, table, tell
 from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
-from tools.common.markdown import table
 from tools.common.pin import Project
 from tools.series.series import read_series, with_needs
 from tools.series.tree import BASE_REF, open_tree

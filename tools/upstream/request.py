@@ -4,8 +4,8 @@
 import re
 from collections.abc import Mapping, Sequence
 
+from tools.common.cli import table
 from tools.common.git import Git
-from tools.common.markdown import table
 from tools.series.patch import OWN_HEADER, PROJECT_EMAIL, Patch
 from tools.upstream.check_patches import Finding
 from tools.upstream.testrun import is_test_file

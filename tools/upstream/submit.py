@@ -185,13 +185,9 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
     base = find_base(project, asked.onto, asked.clone)
     person = find_person(asked.clone or project.root)
     if asked.test and base.git.tree_id(base.commit) != project.pin.tree:
-        raise ToolError(
-            "tests run only on the pinned release: the installed kernels are of it",
-            where="--test",
-            expected=f"the files of vLLM {project.pin.version}",
-            found=base.label,
-            next_step="leave --test out, and run the test plan in the clone",
-        )
+        what = "tests run only on the pinned release: the installed kernels are of it"
+        step = "leave --test out, and run the test plan in the clone"
+        raise ToolError(what, "--test", f"vLLM {project.pin.version}", base.label, step)
     commits = Git(project.tree).commits(f"{BASE_REF}..{APPLIED_REF}")
     base.git.fetch(project.tree, "--no-write-fetch-head", APPLIED_REF)
     groups = {p.name.removesuffix(".patch"): [p] for p in chosen}

@@ -97,7 +97,6 @@ def tree_series(project: Project) -> tuple[Git, Series]:
         raise ToolError(
             "the build tree is not the applied series",
             where=git.path,
-            expected=f"the result of {project.series_file}",
             found=git.oneline("HEAD"),
             next_step="python -m tools series apply, or series export to keep your commits",
         )
@@ -181,12 +180,8 @@ def _dist_info(infos: Iterable[zipfile.ZipInfo], base: BaseWheel) -> str:
     tops = {info.filename.split("/")[0] for info in infos}
     found = [top for top in tops if top.endswith(".dist-info")]
     if len(found) != 1 or any(top.endswith(".data") for top in tops):
-        raise ToolError(
-            "the base wheel is not laid out as expected",
-            where=base.file.filename,
-            expected="one .dist-info directory and no .data",
-            found=", ".join(sorted(tops)),
-        )
+        what, expected = "the base wheel is not laid out as expected", "one .dist-info, no .data"
+        raise ToolError(what, base.file.filename, expected, ", ".join(sorted(tops)))
     return found[0]
 
 
