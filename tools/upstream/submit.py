@@ -6,10 +6,13 @@ those that its ``Needs:`` header names. Author and sign-off are the person's.
 """
 
 import argparse
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from email.utils import parseaddr
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +23,11 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
-from tools.series.patch import Patch
+from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME, Patch
 from tools.series.series import Series, read_series, with_needs
 from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
 from tools.upstream.check_patches import IMPORTS, LINTERS, PACKAGE, TESTS, Checker, Finding, Place
-from tools.upstream.person import Person, find_person
 from tools.upstream.request import count_commits, render_request, split_body
 from tools.wheel.verify import find_site
 
@@ -69,6 +71,49 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     if arguments.clone is None:
         print("These branches have the release's files but not its history: to send one, make it")
         print("in a clone: --clone <path> --onto <ref>")
+
+
+# Names that RFC 2606 and 6761 set aside: nobody reads mail there.
+_RESERVED = re.compile(r"(.*\.)?(example(\.\w+)?|invalid|test|localhost|local)", re.IGNORECASE)
+_NOBODY = {"", "root", "user", "nobody", "unknown", "your name", "you", PROJECT_NAME.lower()}
+
+
+class Person(NamedTuple):
+    """Who signs off and sends."""
+
+    name: str
+    email: str
+
+    def __str__(self) -> str:
+        return f"{self.name} <{self.email}>"
+
+
+def find_person(repository: Path) -> Person:
+    """The identity that git would commit with in a repository; a placeholder is refused."""
+    # The user's own configuration, which the tools read nowhere else.
+    settings = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or "CONFIG" in k}
+    command = ["git", "-C", str(repository), "config", "--get"]
+    name, email = (
+        subprocess.run([*command, key], env=settings, capture_output=True, text=True).stdout.strip()
+        for key in ("user.name", "user.email")
+    )
+    domain = email.rpartition("@")[2]
+    problem = None
+    if name.lower() in _NOBODY:
+        problem = f"user.name is {name!r}"
+    elif email != parseaddr(f"x <{email}>")[1] or "." not in domain or _RESERVED.fullmatch(domain):
+        problem = f"user.email is {email!r}"
+    elif email == PROJECT_EMAIL:
+        problem = f"user.email is that of the series, {email!r}"
+    if problem:
+        raise ToolError(
+            "a sign-off is a person's, and git knows no person here",
+            where=repository,
+            expected="the name and the address of who answers for the patch",
+            found=problem,
+            next_step="git config --global user.name '...'; git config --global user.email '...'",
+        )
+    return Person(name, email)
 
 
 class Base(NamedTuple):
