@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proxy for a prefill and a decode engine (P/D disaggregation) that returns all rows.
 
-    python -m examples.proxy --prefill URL --decode URL [--port PORT]
+    python -m examples.proxy --prefill URL --decode URL [--mooncake URL] [--port PORT]
 
 The proxy asks the prefill engine for one token; this answer has the rows of the prompt. Then it
 asks the decode engine, which receives the KV of the prompt, for the whole answer. Its rows begin
@@ -12,8 +12,8 @@ without rows.
 Start both engines with `--enable-return-routed-experts`. Connectors like NIXL's return
 `kv_transfer_params`, which the proxy passes to the decode engine. They are valid for one prompt and
 one choice, so requests for more get status 400. Connectors that find KV by its tokens return none;
-then the proxy sends `{"do_remote_prefill": true}`. Mooncake's connector needs a transfer id and an
-address from its proxy, which this proxy does not provide.
+then the proxy sends `{"do_remote_prefill": true}`. With Mooncake's connector name the prefill
+engine's bootstrap server with `--mooncake`; the proxy then sends what vLLM's example proxy sends.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import io
 import json
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,11 +177,46 @@ def decode_body(body: Mapping[str, Any], prefilled: Mapping[str, Any]) -> dict[s
     return {**body, "kv_transfer_params": params}
 
 
-def make_app(prefill: str, decode: str) -> FastAPI:
+async def mooncake_params(
+    client: httpx.AsyncClient, bootstrap: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `kv_transfer_params` for the prefill and for the decode engine of one request.
+
+    Args:
+        bootstrap: URL of the prefill engine's bootstrap server.
+
+    Raises:
+        ProxyError: the server does not name one engine.
+        httpx.HTTPError: it gives no answer.
+    """
+    reply = await client.get(f"{bootstrap}/query")
+    try:
+        (rank,) = reply.raise_for_status().json().values()
+        engine_id = rank["engine_id"]
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise ProxyError(
+            f"Mooncake's bootstrap server {bootstrap} does not name one prefill engine without "
+            f"data parallel ranks: {reply.text[:200]}"
+        ) from e
+    transfer = {"transfer_id": f"xfer-{uuid.uuid4()}"}
+    return (
+        {"do_remote_decode": True, "do_remote_prefill": False, **transfer},
+        {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": bootstrap,
+            "remote_engine_id": engine_id,
+            **transfer,
+        },
+    )
+
+
+def make_app(prefill: str, decode: str, mooncake: str | None = None) -> FastAPI:
     """Make the proxy.
 
     Args:
         prefill, decode: URLs of the two engines, without a path.
+        mooncake: URL of the prefill engine's bootstrap server, if its connector is Mooncake's.
     """
 
     @contextlib.asynccontextmanager
@@ -208,11 +244,16 @@ def make_app(prefill: str, decode: str) -> FastAPI:
             return _error(400, f"the request is no JSON object of this endpoint: {e!r}")
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         try:
+            remote = None
+            if mooncake:
+                first_body["kv_transfer_params"], remote = await mooncake_params(client, mooncake)
             first = await client.post(prefill + path, json=first_body, headers=headers)
             if first.status_code != 200:
                 return _pass_on(first)
             prefilled = first.json()
             joiner = Joiner(prefilled, n)
+            if remote:
+                prefilled["kv_transfer_params"] = remote
             if prefilled.get("kv_transfer_params") and joiner.num_choices > 1:
                 # They belong to the first prompt, and only one reader can use them.
                 return _error(
@@ -250,10 +291,10 @@ def make_app(prefill: str, decode: str) -> FastAPI:
 
 
 @contextlib.contextmanager
-def running(prefill: str, decode: str) -> Iterator[str]:
+def running(prefill: str, decode: str, mooncake: str | None = None) -> Iterator[str]:
     """Run the proxy in a thread, on a free loopback port. Yields its URL."""
     config = uvicorn.Config(
-        make_app(prefill, decode), host="127.0.0.1", port=0, log_level="warning"
+        make_app(prefill, decode, mooncake), host="127.0.0.1", port=0, log_level="warning"
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -334,10 +375,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--prefill", required=True, help="URL of the prefill engine")
     parser.add_argument("--decode", required=True, help="URL of the decode engine")
+    parser.add_argument("--mooncake", help="URL of the prefill engine's Mooncake bootstrap server")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
     args = parser.parse_args(argv)
-    app = make_app(args.prefill.rstrip("/"), args.decode.rstrip("/"))
+    urls = (url and url.rstrip("/") for url in (args.prefill, args.decode, args.mooncake))
+    app = make_app(*urls)
     uvicorn.run(app, host=args.host, port=args.port)
 
 

@@ -10,12 +10,15 @@ import base64
 import io
 import json
 import re
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,10 +27,15 @@ import pytest
 
 from examples import proxy
 from examples.client import RoutedExpertsError, generate
+from harness.process import Kept, free_port
+from tests.real import PROJECT
 
 GENERATE = "/inference/v1/generate"
 PROMPT, SAMPLED = [5, 6, 7, 8, 9], [10, 11, 12]
 LAYERS, TOP_K = 3, 2
+# vLLM's own proxy for Mooncake.
+EXAMPLES = "examples/online_serving/disaggregated_serving"
+MOONCAKE = PROJECT.tree / EXAMPLES / "mooncake_connector/mooncake_connector_proxy.py"
 
 
 def true_rows(start: int, stop: int, dtype: type = np.uint8) -> np.ndarray:
@@ -97,6 +105,12 @@ class Engine:
                 handler.send_header("Content-Length", str(len(content)))
                 handler.end_headers()
                 handler.wfile.write(content)
+
+            def do_GET(handler) -> None:
+                """It is healthy."""
+                handler.send_response(200)
+                handler.send_header("Content-Length", "0")
+                handler.end_headers()
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -220,6 +234,60 @@ def test_decode_engine_gets_what_the_connector_answered() -> None:
     with standing(prefilled(kv_transfer_params=params), decode) as url:
         ask(url)
     assert decode.sent[0]["kv_transfer_params"] == params
+
+
+@contextmanager
+def bootstrap(*engine_ids: str) -> Iterator[int]:
+    """vLLM's bootstrap server of Mooncake, where data parallel ranks have registered; its port."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_utils
+
+    port = free_port()
+    server = mooncake_utils.MooncakeBootstrapServer("127.0.0.1", port)
+    server.start()
+    try:
+        for rank, engine_id in enumerate(engine_ids):
+            worker = {"engine_id": engine_id, "addr": "tcp://127.0.0.1:1"}
+            ranks = {"dp_rank": rank, "tp_rank": 0, "pp_rank": 0}
+            post(f"http://127.0.0.1:{port}", "/register", worker | ranks).raise_for_status()
+        yield port
+    finally:
+        server.shutdown()
+
+
+def test_mooncake_gets_the_parameters_of_vllms_own_proxy(tmp_path: Path) -> None:
+    prefill, decode = prefilled(silent()), Engine({"choices": [silent()]})
+    body = {"prompt": PROMPT, "max_tokens": 3}
+    with prefill.running(), decode.running(), bootstrap("engine") as port:
+        with proxy.running(prefill.url, decode.url, f"http://127.0.0.1:{port}") as url:
+            assert post(url, "/v1/completions", body).status_code == 200
+        theirs = free_port()
+        command = [*(sys.executable, str(MOONCAKE), "--port", str(theirs)), "--decode", decode.url]
+        with Kept([*command, "--prefill", prefill.url, str(port)], tmp_path / "log"):
+            end = time.monotonic() + 60
+            while min(len(prefill.sent), len(decode.sent)) < 2:
+                assert time.monotonic() < end, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+                with suppress(httpx.HTTPError):
+                    post(f"http://127.0.0.1:{theirs}", "/v1/completions", body)
+    for engine in (prefill, decode):
+        ours, vllms = (request["kv_transfer_params"] for request in engine.sent[:2])
+        assert {**ours, "transfer_id": vllms["transfer_id"]} == vllms
+    first, second = (engine.sent[0]["kv_transfer_params"] for engine in (prefill, decode))
+    assert first["transfer_id"] == second["transfer_id"]
+
+
+@pytest.mark.parametrize("engine_ids", [(), ("one", "two")])
+def test_mooncake_without_one_engine_is_refused(engine_ids: tuple[str, ...]) -> None:
+    prefill = prefilled()
+    with (
+        prefill.running(),
+        bootstrap(*engine_ids) as port,
+        proxy.running(prefill.url, prefill.url, f"http://127.0.0.1:{port}") as url,
+    ):
+        reply = ask(url)
+    assert reply.status_code == 502
+    assert "does not name one prefill engine" in reply.json()["error"]["message"]
+    assert not prefill.sent
 
 
 BAD = {
