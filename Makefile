@@ -280,12 +280,14 @@ image: $(TOOLS_LOCKED) #> Build an image: make image VARIANT=cuda|cpu BASE_IMAGE
 		$$($(TOOLS) wheel identity --variant $(VARIANT) | sed 's/^/--build-arg /') \
 		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -dirty)" .
 
-.PHONY: image-test
+.PHONY: image-test image-test-cuda
 image-test: $(INSTALLED) #> Build the cpu image on a stand-in base and check it from outside (buildah, debootstrap; root)
+image-test-cuda: $(INSTALLED) #> The same for the cuda image, up to where it wants a GPU
+image-test image-test-cuda:
 	@for program in buildah debootstrap; do command -v $$program >/dev/null || \
 		{ echo "error: there is no $$program; as root: apt-get install buildah debootstrap" >&2; exit 1; }; done
-	@exec $(PY) -m pytest -m image tests/deploy/test_built_image.py
-	@cp build/image/image.md $(RECORDS)/image.md
+	@exec $(PY) -m pytest -m image -k $(if $(filter %-cuda,$@),cuda,cpu) tests/deploy/test_built_image.py
+	@cp build/image/$(subst -test,,$@).md $(RECORDS)/
 
 ##@ Keep house
 

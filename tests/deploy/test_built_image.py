@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cpu image, built by `make image` with buildah on a base that debootstrap made, and looked at
-from outside while it serves. No Docker, no registry.
+"""The images, built by `make image` with buildah on bases that debootstrap made, and looked at from
+outside: the cpu image while it serves, the cuda image up to where it wants a GPU. No Docker, no
+registry.
 
-The base is a stand-in for a published one: Debian 12, with this machine's certificates. Isolation
-is chroot: files, user and environment are the container's, processes and network the machine's.
+The bases are stand-ins for published ones, with this machine's certificates: Debian 12, and Ubuntu
+24.04 with a program that says CUDA's version as its compiler. Isolation is chroot: files, user and
+environment are the container's, processes and network the machine's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -31,10 +34,11 @@ from harness.checkpoint import make_checkpoint
 from harness.server import Server
 from tests.real import PROJECT
 
-pytestmark = pytest.mark.image
+# Building takes minutes, more on a busy machine.
+pytestmark = [pytest.mark.image, pytest.mark.timeout(1800)]
 
 MADE = PROJECT.root / "build/image"
-BASE, IMAGE = "localhost/stand-in", "localhost/vllm-routed-experts:cpu"
+BASE = "localhost/stand-in"
 STORAGE = f"""\
 [storage]
 driver = "overlay"
@@ -45,6 +49,13 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 USER = 10001
 MODEL = "/models/small"
 CHUNK = 64
+NVCC = "Cuda compilation tools, release 13.0, V13.0.88"
+# Of the release's own package: debootstrap trusts what it signs. Debian 12 has no package of it.
+KEYRING = "80a36b0a6de2f69f49d2df75ef473ccde121e9e190b9ea01d20a4f63778d5c31"
+
+BOTH = pytest.mark.parametrize("image", ["cpu", "cuda"], indirect=True)
+CPU = pytest.mark.parametrize("image", ["cpu"], indirect=True)
+CUDA = pytest.mark.parametrize("image", ["cuda"], indirect=True)
 
 
 def do(*command: str, timeout_s: float = 120) -> str:
@@ -60,14 +71,6 @@ def do(*command: str, timeout_s: float = 120) -> str:
     return done.stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def record() -> Iterator[list[str]]:
-    """Lines for the committed record; written when all tests are done."""
-    lines: list[str] = []
-    yield lines
-    (MADE / "image.md").write_text("\n".join(lines) + "\n")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def storage() -> Iterator[None]:
     """Images of these tests alone, removed at the end."""
@@ -76,18 +79,49 @@ def storage() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONTAINERS_STORAGE_CONF", str(MADE / "storage.conf"))
         yield
-        do("buildah", "rm", "--all")
-        do("buildah", "rmi", "--all", "--force")
+        do("buildah", "rm", "--all", timeout_s=600)
+        do("buildah", "rmi", "--all", "--force", timeout_s=600)
 
 
-@pytest.fixture(scope="module")
-def base(storage: None) -> str:
-    """A reference, with digest, to a base image of Debian 12."""
-    root = MADE / "debian"
+def debian(root: Path) -> None:
+    do("debootstrap", "--variant=minbase", "bookworm", str(root), timeout_s=600)
+
+
+def ubuntu(root: Path) -> None:
+    """Fetch the packages, and run nothing of them before their signature is checked."""
+    command = ["debootstrap", "--variant=minbase", "--components=main,universe"]
+    # Its default mirror, and the script of all its releases.
+    release = ["noble", str(root), "", "gutsy"]
+    do(*command, "--download-only", "--no-check-gpg", *release, timeout_s=600)
+    (package,) = root.glob("var/cache/apt/archives/ubuntu-keyring_*.deb")
+    do("dpkg-deb", "--extract", str(package), str(root / "keys"))
+    keyring = root / "keys/usr/share/keyrings/ubuntu-archive-keyring.gpg"
+    assert hashlib.sha256(keyring.read_bytes()).hexdigest() == KEYRING
+    do(*command, f"--keyring={keyring}", *release, timeout_s=600)
+    shutil.rmtree(root / "keys")
+    nvcc = root / "usr/local/cuda/bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho '{NVCC}'\n")
+    nvcc.chmod(0o755)
+
+
+BASES = {
+    "cpu": (debian, "Debian 12"),
+    "cuda": (
+        ubuntu,
+        "Ubuntu 24.04, and instead of CUDA a program that says the compiler's version",
+    ),
+}
+
+
+def make_base(variant: str) -> str:
+    """Returns a reference, with digest, to the base image of a variant."""
+    make, _ = BASES[variant]
+    root = MADE / make.__name__
     if not root.exists():
-        made = MADE / "debian.new"
+        made = root.with_suffix(".new")
         shutil.rmtree(made, ignore_errors=True)
-        do("debootstrap", "--variant=minbase", "bookworm", str(made), timeout_s=600)
+        make(made)
         made.rename(root)
     container = do("buildah", "from", "scratch")
     do("buildah", "add", container, str(root), "/")
@@ -106,18 +140,20 @@ class Image:
     """The built image.
 
     Attributes:
+        variant: cpu or cuda.
         base: what it stands on.
         revision: the commit that it was built from.
         config: what a container engine reads, as Docker writes it.
-        size: as buildah says it.
         container: a container of it, not running.
+        record: lines for the committed record.
     """
 
+    variant: str
     base: str
     revision: str
     config: dict[str, Any]
-    size: str
     container: str
+    record: list[str]
 
     def command(self, *words: str, **environment: object) -> list[str]:
         """The command that runs words in the container, as the image's user."""
@@ -130,29 +166,34 @@ class Image:
 
 
 @pytest.fixture(scope="module")
-def image(base: str, record: list[str]) -> Image:
+def image(request: pytest.FixtureRequest) -> Iterator[Image]:
+    """The image of a variant; its record is written when all tests are done."""
+    variant = request.param
+    base, name = make_base(variant), f"localhost/vllm-routed-experts:{variant}"
     make_checkpoint(MADE / "checkpoint")
     began = time.monotonic()
     revision = do("git", "rev-parse", "HEAD")
     build = "buildah build --format docker --isolation chroot"
-    arguments = ["VARIANT=cpu", f"BASE_IMAGE={base}", f"IMAGE={IMAGE}", f"BUILD={build}"]
+    arguments = [f"VARIANT={variant}", f"BASE_IMAGE={base}", f"IMAGE={name}", f"BUILD={build}"]
     log = do("make", "image", *arguments, timeout_s=1500)
     took = time.monotonic() - began
-    (MADE / "build.log").write_text(log)
-    size = do("buildah", "images", "--format", "{{.Size}}", IMAGE)
+    (MADE / f"build-{variant}.log").write_text(log)
+    size = do("buildah", "images", "--format", "{{.Size}}", name)
     told = [line for line in log.splitlines() if re.match("(compiler|source|verified): ", line)]
-    record += [
-        "# The cpu image, built and run\n",
-        f"`make image-test` on {os.cpu_count()} cores without Docker, `--isolation chroot`: "
-        f"{do('buildah', '--version')}.",
-        "The base is a stand-in that `debootstrap` made (Debian 12). Built in "
+    suffix = "" if variant == "cpu" else "-cuda"
+    record = [
+        f"# The {variant} image, built and looked at from outside\n",
+        f"`make image-test{suffix}` on {os.cpu_count()} cores without Docker, "
+        f"`--isolation chroot`: {do('buildah', '--version')}.",
+        f"The base is a stand-in that `debootstrap` made ({BASES[variant][1]}). Built in "
         f"{took:.0f} s, packages downloaded. Size {size}.\n",
         "```text",
         *told,
         "```\n",
     ]
-    config = json.loads(do("buildah", "inspect", "--type", "image", IMAGE))["Docker"]["config"]
-    return Image(base, revision, config, size, do("buildah", "from", IMAGE))
+    config = json.loads(do("buildah", "inspect", "--type", "image", name))["Docker"]["config"]
+    yield Image(variant, base, revision, config, do("buildah", "from", name), record)
+    (MADE / f"image{suffix}.md").write_text("\n".join(record) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +219,9 @@ def inside(server: Server) -> list[psutil.Process]:
     return sorted(own, key=lambda process: process.create_time())
 
 
-def test_labels_name_what_was_built(image: Image, record: list[str]) -> None:
-    command = [*("-m", "tools", "wheel", "identity", "--variant", "cpu")]
+@BOTH
+def test_labels_name_what_was_built(image: Image) -> None:
+    command = ["-m", "tools", "wheel", "identity", "--variant", image.variant]
     identity = dict(
         line.split("=") for line in do(str(PROJECT.root / ".venv/bin/python"), *command).split("\n")
     )
@@ -188,28 +230,30 @@ def test_labels_name_what_was_built(image: Image, record: list[str]) -> None:
     assert labels["vllm-routed-experts.series-fingerprint"] == identity["SERIES_FINGERPRINT"]
     assert labels["org.opencontainers.image.version"] == identity["WHEEL_VERSION"]
     assert labels["org.opencontainers.image.base.name"] == image.base
-    assert labels["vllm-routed-experts.variant"] == "cpu"
+    assert labels["vllm-routed-experts.variant"] == image.variant
     assert labels["org.opencontainers.image.revision"].removesuffix("-dirty") == image.revision
     told = ("vllm-routed-experts.", "org.opencontainers.image.")
-    record += ["Labels:\n"]
-    record += [
+    image.record.append("Labels:\n")
+    image.record.extend(
         f"- `{name}`: `{value}`" for name, value in sorted(labels.items()) if name.startswith(told)
-    ]
-    record.append("\nFrom outside:\n")
+    )
+    image.record.append("\nFrom outside:\n")
 
 
-def test_bill_of_materials_is_of_the_installed_wheel(image: Image, record: list[str]) -> None:
+@BOTH
+def test_bill_of_materials_is_of_the_installed_wheel(image: Image) -> None:
     place = image.config["Labels"]["vllm-routed-experts.sbom"]
     bom = json.loads(do(*image.command("cat", place)))
     component = bom["metadata"]["component"]
     program = "import importlib.metadata as m; print(m.version('vllm'))"
     assert component["version"] == do(*image.command("python", "-c", program))
-    record.append(
+    image.record.append(
         f"- bill of materials: {component['name']} {component['version']}, "
         f"{len(bom['components'])} components"
     )
 
 
+@BOTH
 def test_nothing_of_the_build_is_left(image: Image) -> None:
     """Neither the sources nor git, nor lists of packages."""
     listing = do(*image.command("sh", "-c", "ls -A / /var/lib/apt/lists /opt; command -v git || :"))
@@ -217,14 +261,16 @@ def test_nothing_of_the_build_is_left(image: Image) -> None:
     assert not [name for name in listing.split() if "Packages" in name]
 
 
-def test_every_process_is_the_images_user(server: Server, record: list[str]) -> None:
+@CPU
+def test_every_process_is_the_images_user(image: Image, server: Server) -> None:
     processes = inside(server)
     assert "serve" in processes[0].cmdline()
     assert {p.uids().real for p in processes} == {p.gids().real for p in processes} == {USER}
-    record.append(f"- {len(processes)} processes serve, all as user {USER}")
+    image.record.append(f"- {len(processes)} processes serve, all as user {USER}")
 
 
-def test_rows_over_http_are_the_oracles(server: Server, record: list[str]) -> None:
+@CPU
+def test_rows_over_http_are_the_oracles(image: Image, server: Server) -> None:
     checkpoint = MADE / "checkpoint"
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     prompts = text.prompts(lambda passage: tokenizer.encode(passage).ids, CHUNK)
@@ -247,23 +293,28 @@ def test_rows_over_http_are_the_oracles(server: Server, record: list[str]) -> No
             assert answer.start == 0
             total += oracle.compare(answer.rows, routes)
     assert total.agree == total.rows > 1000, total.disagreements[0]
-    record.append(f"- rows over HTTP: {total.agree:,} of {total.rows:,} are those of transformers")
+    image.record.append(
+        f"- rows over HTTP: {total.agree:,} of {total.rows:,} are those of transformers"
+    )
 
 
+@CPU
 def test_silent_request_has_no_rows(server: Server) -> None:
     assert server.generate([5, 6, 7], max_tokens=3).rows is None
 
 
-def test_health_check_asks_the_server(image: Image, server: Server, record: list[str]) -> None:
+@CPU
+def test_health_check_asks_the_server(image: Image, server: Server) -> None:
     kind, *words = image.config["Healthcheck"]["Test"]
     assert kind == "CMD"
     do(*image.command(*words, PORT=server.port))
     with pytest.raises(AssertionError, match="Connection refused"):
         do(*image.command(*words, PORT=1))
-    record.append("- the health check passes, and fails at a port where nothing listens")
+    image.record.append("- the health check passes, and fails at a port where nothing listens")
 
 
-def test_sigterm_lets_the_answer_under_way_end(server: Server, record: list[str]) -> None:
+@CPU
+def test_sigterm_lets_the_answer_under_way_end(image: Image, server: Server) -> None:
     """The entry point alone gets the signal, as from `docker stop`. Last: it ends the server."""
     processes = inside(server)
     body = {
@@ -284,7 +335,31 @@ def test_sigterm_lets_the_answer_under_way_end(server: Server, record: list[str]
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
     took = time.monotonic() - began
-    record.append(
+    image.record.append(
         f"- SIGTERM, `--shutdown-timeout=60`: the answer under way was whole after "
         f"{answered:.1f} s, no process was left after {took:.1f} s"
     )
+
+
+@CUDA
+def test_what_clusters_need_is_there(image: Image) -> None:
+    """Ray starts, and NIXL makes an agent whose backend is UCX."""
+    ray = do(*image.command("ray", "--version"))
+    program = (
+        "import importlib.metadata as m; from nixl._api import nixl_agent, nixl_agent_config\n"
+        "agent = nixl_agent('a', nixl_agent_config(backends=['UCX']))\n"
+        "print('NIXL', m.version('nixl-cu13'), *agent.backends)"
+    )
+    *_, nixl = do(*image.command("python", "-c", program)).splitlines()
+    assert nixl.endswith(" UCX")
+    image.record.append(f"- {ray}; {nixl}")
+
+
+@CUDA
+def test_server_starts_up_to_where_it_wants_a_gpu(image: Image) -> None:
+    """As its user, with the wheel's compiled modules loaded. Kernels are not run."""
+    words = image.command(*image.config["Entrypoint"], MODEL, HF_HUB_OFFLINE=1)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "Failed to infer device type" in done.stderr
+    image.record.append("- `vllm serve` starts, and ends because there is no GPU")
