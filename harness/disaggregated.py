@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from harness.process import free_port
+from harness.server import Server, ServerError
 
 PREFILL, DECODE = "kv_producer", "kv_consumer"
+# Seconds after which a prefill engine with NIXL gives up KV that nobody fetched.
+GIVEN_UP = 15
 
 # Name of the counter of prompt tokens whose KV an engine received.
 RECEIVED = "vllm:external_prefix_cache_hits_total"
@@ -38,10 +42,27 @@ def nixl(role: str) -> tuple[list[str], dict[str, str]]:
     environment = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(GIVEN_UP),
         # Sockets, not shared memory. UCX refuses the loopback device.
         "UCX_TLS": "tcp",
     }
     return _connector("NixlConnector", role, {}, kv_buffer_device="cpu"), environment
+
+
+def wait_until_idle(server: Server, timeout_s: float = GIVEN_UP + 60) -> None:
+    """Wait until an engine holds no request and no KV block. It gives up KV that nobody fetched
+    only while it computes, so it gets small requests.
+
+    Raises:
+        ServerError: it still holds something after `timeout_s` seconds.
+    """
+    end = time.monotonic() + timeout_s
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    while held := {name: value for name in names if (value := server.metric(name))}:
+        if time.monotonic() > end:
+            raise ServerError(f"the engine still holds requests or KV: {held}")
+        time.sleep(0.5)
+        server.generate([5, 6, 7], max_tokens=1)
 
 
 def _connector(name: str, role: str, extra: dict[str, str], **more: str) -> list[str]:

@@ -4,7 +4,6 @@ proxy: answers have the tokens and rows of one engine; an abort and a dead engin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from benchmarks.soak import soak
 from examples import proxy
 from examples.client import Completion, generate
 from harness import disaggregated
@@ -29,14 +29,10 @@ pytestmark = pytest.mark.slow
 LENGTHS = (2, BLOCK, BLOCK + 1, 3 * BLOCK + 5, 150)
 PROMPTS = [random_prompt(i, length) for i, length in enumerate(LENGTHS)]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-# Seconds after which a prefill engine gives up KV that nobody fetched.
-GIVEN_UP = 15
 
 
 def engine(model: Path, folder: Path, name: str, role: str) -> Server:
-    arguments, environment = disaggregated.nixl(role)
-    environment["VLLM_NIXL_ABORT_REQUEST_TIMEOUT"] = str(GIVEN_UP)
-    return Server(model, folder / f"{name}.log", arguments, environment)
+    return Server(model, folder / f"{name}.log", *disaggregated.nixl(role))
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +53,6 @@ def prefill(pair: Pair, prompt: list[int]) -> dict[str, Any]:
     body = {"token_ids": prompt, "sampling_params": {**GREEDY, "max_tokens": 5}}
     first = pair.prefill.post(proxy.GENERATE, proxy.prefill_body(proxy.GENERATE, body))
     return proxy.decode_body(body, first)
-
-
-def assert_nothing_held(server: Server) -> None:
-    """No request and no block is left, once the engine has given up what nobody fetched. It looks
-    only while it computes."""
-    end = time.monotonic() + GIVEN_UP + 60
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    while any(server.metric(name) for name in names):
-        assert time.monotonic() < end, [(name, server.metric(name)) for name in names]
-        time.sleep(0.5)
-        server.generate([5, 6, 7], max_tokens=1)
 
 
 def test_joined_answers_have_the_tokens_and_rows_of_one_engine(
@@ -108,9 +93,18 @@ def test_client_that_leaves_a_stream_leaves_nothing_behind(
         next(reply.iter_lines())
     prefill(pair, random_prompt(20, 70))  # and one that never reaches the decode engine
     for server in (pair.prefill, pair.decode):
-        assert_nothing_held(server)
+        disaggregated.wait_until_idle(server)
     (completion,) = generate(pair.url, PROMPTS[3], {**GREEDY, "max_tokens": 5})
     assert_rows_of_one_engine(one_engine, model, completion)
+
+
+def test_soak_leaves_nothing_behind(pair: Pair) -> None:
+    """`python -m benchmarks.soak`, for seconds."""
+    load, lines = soak((pair.prefill, pair.decode), pair.url, seconds=10)
+    assert not load.faults
+    assert load.finished > 10
+    assert load.left
+    assert lines
 
 
 def test_dead_prefill_engine_ends_its_requests_alone_and_a_new_one_serves_them(
@@ -133,4 +127,4 @@ def test_dead_prefill_engine_ends_its_requests_alone_and_a_new_one_serves_them(
     ):
         (completion,) = generate(url, prompt, {**GREEDY, "max_tokens": 5})
     assert_rows_of_one_engine(one_engine, model, completion)
-    assert_nothing_held(pair.decode)
+    disaggregated.wait_until_idle(pair.decode)

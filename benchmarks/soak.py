@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill and a decode engine behind the proxy for minutes, with clients that leave. No GPU.
+
+    python -m benchmarks.soak --minutes 10 --out build/bench/soak
+
+NIXL sends the KV between two `vllm serve` on loopback. Six clients ask the proxy for random
+prompts, half of them with a prefix of another; answers are whole or streamed, with or without rows.
+Every fourth client leaves: in the middle of its stream, or after a random time. Each answer must
+have the rows of all its positions, and every tenth is compared with Hugging Face transformers. In
+the end no request and no KV block is held, the engines' memory has not grown, and no process is
+left. DIR gets the record, `soak.json`, `soak.md` and `soak.png`.
+
+Exit status: 0 all held; 1 something did not, or no answer; the output says what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+from benchmarks.common import WORK, Failure, table
+from examples import proxy
+from examples.client import PATH, Completion, RoutedExpertsError, generate
+from harness import disaggregated, oracle
+from harness.checkpoint import make_checkpoint
+from harness.process import Kept
+from harness.server import Server, ServerError
+
+CLIENTS = 6
+# Every so many answers are compared with the oracle.
+CHECKED = 10
+# Memory that is no growth: 2 % and 8 MiB.
+NOISE, NOISE_MIB = 1.02, 8
+
+
+class Load:
+    """The clients, and what became of their requests."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self.url = url
+        self.end = time.monotonic() + seconds
+        self.rng = np.random.default_rng(0)
+        self.prefixes = [self._tokens(self.rng, 96) for _ in range(8)]
+        self.finished = self.silent = self.left = self.rows = 0
+        self.checked: list[Completion] = []
+        self.faults: list[str] = []
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Ask until the time is over."""
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for client in [pool.submit(self._client, number) for number in range(CLIENTS)]:
+                client.result()
+
+    def _client(self, number: int) -> None:
+        rng = np.random.default_rng([1, number])
+        while time.monotonic() < self.end and len(self.faults) < 20:
+            try:
+                self._ask(rng)
+            except (RoutedExpertsError, httpx.HTTPError, KeyError, ValueError) as e:
+                with self._lock:
+                    self.faults.append(f"{type(e).__name__}: {e}")
+
+    def _ask(self, rng: np.random.Generator) -> None:
+        prompt = self._tokens(rng, int(rng.integers(1, 150)))
+        if rng.random() < 0.5:
+            prefix = self.prefixes[rng.integers(len(self.prefixes))]
+            prompt = [*prefix[: rng.integers(1, len(prefix))], *prompt]
+        sampling = {
+            "temperature": float(rng.integers(2)),
+            "max_tokens": int(rng.integers(1, 60)),
+            "ignore_eos": True,
+        }
+        stream = bool(rng.random() < 0.5)
+        kind = rng.random()
+        if kind < 0.25:
+            self._leave(rng, {"token_ids": prompt, "sampling_params": sampling, "stream": stream})
+            with self._lock:
+                self.left += 1
+        elif kind < 0.4:
+            sampling["extra_args"] = {"return_routed_experts": False}
+            body = {"token_ids": prompt, "sampling_params": sampling}
+            reply = httpx.post(self.url + PATH, json=body, trust_env=False, timeout=120)
+            (choice,) = reply.raise_for_status().json()["choices"]
+            if len(choice["token_ids"]) != sampling["max_tokens"] or "routed_experts" in choice:
+                raise ValueError(f"a silent answer has {sorted(choice)}")
+            with self._lock:
+                self.silent += 1
+        else:
+            # It has checked that no row is missing.
+            (completion,) = generate(self.url, prompt, sampling, stream=stream, timeout_s=120)
+            if completion.start or len(completion.token_ids) != sampling["max_tokens"]:
+                raise ValueError(f"rows begin at {completion.start}, or tokens are missing")
+            with self._lock:
+                self.finished += 1
+                self.rows += len(completion.rows)
+                if self.finished % CHECKED == 0:
+                    self.checked.append(completion)
+
+    def _leave(self, rng: np.random.Generator, body: dict[str, Any]) -> None:
+        """Close the connection in the middle of a long answer, or before it."""
+        body["sampling_params"]["max_tokens"] = 200
+        timeout = 120 if body["stream"] else float(rng.uniform(0.02, 1))
+        request = {"json": body, "trust_env": False, "timeout": timeout}
+        with (
+            suppress(httpx.ReadTimeout),
+            httpx.stream("POST", self.url + PATH, **request) as reply,
+        ):
+            reply.raise_for_status()
+            for _, _ in zip(reply.iter_lines(), range(rng.integers(1, 60)), strict=False):
+                pass
+
+    def _tokens(self, rng: np.random.Generator, count: int) -> list[int]:
+        return [int(token) for token in rng.integers(4, 700, count)]
+
+
+def tree(process: Kept) -> list[psutil.Process]:
+    """The processes of a server, its keeper first."""
+    keeper = psutil.Process(process.pid)
+    return [keeper, *keeper.children(recursive=True)]
+
+
+def mebibytes(processes: Sequence[psutil.Process]) -> int:
+    total = 0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
+    return total >> 20
+
+
+def soak(pair: Sequence[Server], url: str, seconds: float) -> tuple[Load, list[dict[str, Any]]]:
+    """Put a pair of engines under load, and wait until they hold nothing.
+
+    Args:
+        pair: the prefill and the decode engine.
+        url: of the proxy in front.
+
+    Returns:
+        The load, and a line for each second of it.
+
+    Raises:
+        ServerError: an engine still holds requests or KV.
+    """
+    load = Load(url, seconds)
+    lines: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(1) as pool:
+        began, running = time.monotonic(), pool.submit(load.run)
+        while not running.done():
+            lines.append(
+                {
+                    "t": round(time.monotonic() - began, 1),
+                    "answers": load.finished + load.silent,
+                    "left": load.left,
+                    "mib": [mebibytes(tree(server)) for server in pair],
+                }
+            )
+            time.sleep(1)
+        running.result()
+    for server in pair:
+        disaggregated.wait_until_idle(server)
+    return load, lines
+
+
+def growth(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Of each engine: its memory in MiB after a fifth of the time, and in the last fifth."""
+    fifth = len(lines) // 5 or 1
+    for number in range(2):
+        mib = [line["mib"][number] for line in lines]
+        yield int(statistics.median(mib[fifth : 2 * fifth])), int(statistics.median(mib[-fifth:]))
+
+
+def draw(lines: Sequence[dict[str, Any]], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, figsize=(8, 6), sharex=True)
+    t = [line["t"] for line in lines]
+    for name in ("answers", "left"):
+        counts = [line[name] for line in lines]
+        # A mean of ten seconds is easier to read than single counts.
+        rate = [(b - a) / 10 for a, b in zip(counts, counts[10:], strict=False)]
+        top.plot(t[: len(rate)], rate, label=name)
+    top.set_ylabel("requests/s, mean of 10 s")
+    for number, name in enumerate(("prefill engine", "decode engine")):
+        bottom.plot(t, [line["mib"][number] for line in lines], label=name)
+    bottom.set_ylabel("memory of its processes, MiB")
+    bottom.set_xlabel("s")
+    for axis in (top, bottom):
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def run(minutes: float, out: Path) -> None:
+    """Start everything, soak, stop everything, and write the record.
+
+    Raises:
+        Failure: something did not hold.
+        ServerError: an engine did not start, or still holds something at the end.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    model = make_checkpoint(out / "checkpoint")
+    pair = []
+    for number, role in enumerate((disaggregated.PREFILL, disaggregated.DECODE)):
+        arguments, environment = disaggregated.nixl(role)
+        # A core each: threads that wait for each other stall on a busy machine.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(number % (os.cpu_count() or 1))
+        pair.append(Server(model, out / f"{role}.log", arguments, environment))
+    prefill, decode = pair
+    with prefill, decode, proxy.running(prefill.url, decode.url) as url:
+        processes = [process for server in pair for process in tree(server)]
+        load, lines = soak(pair, url, 60 * minutes)
+        version = json.loads(decode.get("/version"))["version"]
+    left = [process for process in processes if process.is_running()]
+    total = oracle.Comparison()
+    for completion in load.checked:
+        routes = oracle.route(model, [*completion.prompt, *completion.token_ids])
+        total += oracle.compare(completion.rows, routes, completion.start)
+    memory = list(growth(lines))
+    report = [
+        "# A soak through the prefill/decode proxy\n",
+        f"`python -m benchmarks.soak --minutes {minutes:g}` on {os.cpu_count()} cores, vLLM "
+        f"{version}; NIXL over loopback, {CLIENTS} clients, one in four leaves.\n",
+        table(
+            ["", ""],
+            [
+                ["Answers with rows, none missing", f"{load.finished:,} ({load.rows:,} rows)"],
+                ["Answers without rows, as asked", f"{load.silent:,}"],
+                ["Clients that left", f"{load.left:,}"],
+                ["Faults", f"{len(load.faults)}"],
+                [
+                    "Rows of every tenth answer that are transformers'",
+                    f"{total.agree:,} of {total.rows:,}",
+                ],
+                *(
+                    [
+                        f"Memory of the {name} engine, second and last fifth of the time",
+                        f"{a:,} and {b:,} MiB",
+                    ]
+                    for name, (a, b) in zip(("prefill", "decode"), memory, strict=True)
+                ),
+                ["Requests and KV blocks held at the end", "0"],
+                ["Processes left", f"{len(left)}"],
+            ],
+        ),
+        "![Requests per second, and memory of both engines](soak.png)",
+    ]
+    (out / "soak.json").write_text(json.dumps(lines) + "\n")
+    (out / "soak.md").write_text("\n".join(report) + "\n")
+    draw(lines, out / "soak.png")
+    print("\n".join(report))
+    if load.faults:
+        raise Failure(f"{len(load.faults)} faults: {load.faults[0]}")
+    if total.disagreements or not total.rows:
+        raise Failure(f"{total.agree} of {total.rows} rows are right: {total.disagreements[:1]}")
+    if any(last > NOISE * first + NOISE_MIB for first, last in memory):
+        raise Failure(f"memory grew, in MiB: {memory}")
+    if left:
+        raise Failure(f"processes are left: {left}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run with command-line arguments; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--minutes", type=float, default=10, help="of load (%(default)g)")
+    parser.add_argument(
+        "--out", type=Path, default=WORK / "soak", help="folder for everything (%(default)s)"
+    )
+    args = parser.parse_args(argv)
+    try:
+        run(args.minutes, args.out)
+    except (Failure, ServerError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
