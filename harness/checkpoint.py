@@ -47,9 +47,9 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
     "initializer_range": 0.125,
-    "num_experts_per_tok": 4,
     "tie_word_embeddings": False,
 }
+TOP_K = 4
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def make_checkpoint(
         "seed": seed,
         "router_std": spec.router_std if router_std is None else router_std,
         "dtype": dtype or spec.dtype,
-        "config": {**COMMON, **spec.settings, **overrides},
+        "config": {**COMMON, spec.top_k: TOP_K, **spec.settings, **overrides},
         "text": hashlib.sha256("".join(text.corpus()).encode()).hexdigest(),
         # Another torch may draw other numbers, another transformers other field names.
         "made_with": {p: importlib.metadata.version(p) for p in ("torch", "transformers")},

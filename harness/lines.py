@@ -20,15 +20,12 @@ class Line:
         arguments: of `vllm serve`; they override `ARGUMENTS`.
         environment: variables; they override `ENVIRONMENT`.
         packages: folder to put first on PYTHONPATH, if any.
-        states_place: whether answers state the position of the first row and the MoE layers.
-            Otherwise rows must begin at position 0.
         ready_s: seconds that the server may take to be ready.
     """
 
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: Path | None = None
-    states_place: bool = True
     ready_s: float = 300.0
 
     def variables(self) -> dict[str, str]:
@@ -58,7 +55,6 @@ LINES: dict[str, Line] = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
         },
         packages=_INTERPRETED,
-        states_place=False,
         ready_s=900.0,
     ),
 }

@@ -60,7 +60,7 @@ class Answer:
         rows: (P + O - 1 - start, L, K) uint8 or uint16, the experts of positions `start` to
             P + O - 2 at every decoder layer. None when the server sent none.
         start: position of the first row.
-        moe_layers: the decoder layers that route. None where the line's answers do not state them.
+        moe_layers: the decoder layers that route. None where the answer need not state them.
     """
 
     prompt: tuple[int, ...]
@@ -117,13 +117,19 @@ class Server(Kept):
         return self
 
     def generate(
-        self, token_ids: Sequence[int], timeout_s: float = 120.0, **sampling: Any
+        self,
+        token_ids: Sequence[int],
+        timeout_s: float = 120.0,
+        *,
+        states_place: bool = True,
+        **sampling: Any,
     ) -> Answer:
         """Complete one prompt by `/inference/v1/generate`.
 
         Args:
             token_ids: the prompt.
             timeout_s: how long the answer may take.
+            states_place: see `read_answer`.
             **sampling: fields of `sampling_params`; greedy unless they say otherwise.
 
         Raises:
@@ -138,7 +144,7 @@ class Server(Kept):
             },
             timeout_s,
         )
-        return read_answer(token_ids, reply, states_place=self.line.states_place)
+        return read_answer(token_ids, reply, states_place=states_place)
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
         """POST JSON and read JSON.
@@ -208,8 +214,8 @@ def read_answer(
     Args:
         prompt: P ids, as sent.
         reply: its JSON.
-        states_place: see `Line`. Without it, rows must begin at position 0 if the answer does not
-            state where.
+        states_place: whether it must state the position of the first row and the MoE layers.
+            Releases without a series do not; their rows begin at position 0.
 
     Raises:
         ServerError: fields are missing or have another form.
@@ -219,7 +225,6 @@ def read_answer(
         token_ids = tuple(int(t) for t in choice["token_ids"])
         if choice.get("routed_experts") is None:
             return Answer(tuple(prompt), token_ids, None, 0, ())
-        states_place = states_place or choice.get("moe_layers") is not None
         start = int(choice["routed_experts_start"]) if states_place else 0
         layers = tuple(int(i) for i in choice["moe_layers"]) if states_place else None
         rows = decode_rows(choice["routed_experts"])
