@@ -19,22 +19,21 @@ class Line:
     Attributes:
         arguments: of `vllm serve`; they override `ARGUMENTS`.
         environment: variables; they override `ENVIRONMENT`.
-        packages: folder to put first on PYTHONPATH, if any.
+        packages: folders to put first on PYTHONPATH.
         ready_s: seconds that the server may take to be ready.
     """
 
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    packages: Path | None = None
+    packages: tuple[Path, ...] = ()
     ready_s: float = 300.0
 
     def variables(self) -> dict[str, str]:
         """`environment`, and PYTHONPATH if the line has `packages`."""
-        if self.packages is None:
+        if not self.packages:
             return dict(self.environment)
-        rest = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([str(self.packages), *([rest] if rest else [])])
-        return {**self.environment, "PYTHONPATH": path}
+        paths = [*map(str, self.packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**self.environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 FIRST = "v0.20.2"
@@ -54,7 +53,7 @@ LINES: dict[str, Line] = {
             "VLLM_USE_V2_MODEL_RUNNER": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         },
-        packages=_INTERPRETED,
+        packages=(_INTERPRETED,),
         ready_s=900.0,
     ),
 }

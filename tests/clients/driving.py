@@ -16,8 +16,9 @@ import json
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from examples.client import Completion, join
-from examples.clients.turns import join_turns
 
 OWN = -1
-# A client's own engine: small; prompts fill several chunks and blocks.
+# Sizes of prompts, which fill several chunks and blocks, and of what is said between two turns.
+PROMPT, BETWEEN, TURNS = 131, 11, 4
+# A client's own engine.
 ENGINE = {
     "block_size": 32,
     "max_num_batched_tokens": 64,
@@ -81,12 +83,6 @@ def read_record(file: Path) -> list[Turn]:
     return [Turn(**turn) for turn in json.loads(file.read_text())["turns"]]
 
 
-def whole(turns: Sequence[Turn]) -> list[Completion]:
-    """The samples of a conversation: its choices, or its turns in one."""
-    answered = [turn.completions() for turn in turns if not turn.aborted_at_once]
-    return answered[0] if len(answered) == 1 else [join_turns([turn[0] for turn in answered])]
-
-
 def make_turn(prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any, str]]) -> Turn:
     """A request to a client's own engine.
 
@@ -108,6 +104,45 @@ def make_turn(prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any,
     return Turn(list(prompt), 0, [{"choices": choices}])
 
 
+# Sends a prompt, and optionally its start and sampling parameters; a prompt of a size.
+Send = Callable[..., Turn]
+Say = Callable[[int], Any]
+
+
+def one_turn(send: Send, say: Say) -> Iterator[Turn]:
+    yield send(say(PROMPT))
+
+
+def several_turns(send: Send, say: Say, resent: bool = False) -> Iterator[Turn]:
+    """Each turn asks for the rows behind those of the turn before, whose last token had none, or
+    for all rows."""
+    said = say(PROMPT)
+    start = 0
+    for _ in range(TURNS):
+        yield (turn := send(said, start))
+        start = 0 if resent else len(turn.sequence) - 1
+        said = turn.sequence + say(BETWEEN)
+
+
+def several_choices(send: Send, say: Say) -> Iterator[Turn]:
+    yield send(say(PROMPT), n=4, temperature=1.0, seed=7)
+
+
+def prefix_hit(send: Send, say: Say) -> Iterator[Turn]:
+    prompt = say(PROMPT)
+    send(prompt)
+    yield send(prompt + say(BETWEEN))
+
+
+BEHAVIOURS: dict[str, Callable[[Send, Say], Iterator[Turn]]] = {
+    "one turn": one_turn,
+    "several turns": several_turns,
+    "several turns, resent": partial(several_turns, resent=True),
+    "n > 1": several_choices,
+    "prefix-cache hit": prefix_hit,
+}
+
+
 def encode(rows: Any) -> str:
     """As the server does: base64 of a `.npy`."""
     file = io.BytesIO()
@@ -121,7 +156,7 @@ def indented_block(text: str | None) -> str:
     return textwrap.dedent("\n".join(lines))
 
 
-def run_engine(roll_out: Callable[[str], Iterable[tuple[str, list[Turn]]]]) -> None:
+def run_engine(roll_out: Callable[[str], Iterable[tuple[str, Iterable[Turn]]]]) -> None:
     """Record a client's own engine, in the server's environment:
 
         python engine_<client>.py CHECKPOINT RECORDS PACKAGES
@@ -135,7 +170,7 @@ def run_engine(roll_out: Callable[[str], Iterable[tuple[str, list[Turn]]]]) -> N
     checkpoint, records, packages = sys.argv[1:]
     sys.path.append(packages)
     for behaviour, turns in roll_out(checkpoint):
-        write_record(Path(records), behaviour, turns)
+        write_record(Path(records), behaviour, list(turns))
 
 
 def run(replay: Callable[[list[Turn]], Sequence[tuple[Sequence[int], Any]]]) -> None:

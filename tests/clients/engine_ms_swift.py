@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import string
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from driving import ENGINE, Turn, make_turn, run_engine
-
-SAID = "The harbour is quiet before sunrise, and the boats wait for the tide to turn again. "
-MORE = "Then the wind rises."
+from driving import BEHAVIOURS, ENGINE, Turn, make_turn, run_engine
 
 
-def roll_out(checkpoint: str) -> Iterator[tuple[str, list[Turn]]]:
+def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
     import torch
     from swift.infer_engine import InferRequest, RequestConfig
     from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
@@ -28,8 +27,12 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, list[Turn]]]:
         # The flag is what `--router_replay_mode R3` sets (megatron/trainers/rollout_mixin.py).
         engine_kwargs={**ENGINE, "enable_return_routed_experts": True},
     )
+    rng = random.Random(0)
 
-    def ask(said: str, **config: Any) -> Turn:
+    def say(length: int) -> str:
+        return "".join(rng.choices(string.ascii_lowercase + " ", k=length))
+
+    def send(said: str, **config: Any) -> Turn:
         request = InferRequest(messages=[{"role": "user", "content": said}])
         config = {"max_tokens": 9, "temperature": 0.0, "return_details": True, **config}
         (output,) = engine.infer([request], RequestConfig(**config), use_tqdm=False)
@@ -38,9 +41,8 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, list[Turn]]]:
             [(c.token_ids, c.routed_experts, c.finish_reason) for c in output.response.choices],
         )
 
-    yield "one turn", [ask(SAID * 5)]
-    yield "prefix-cache hit", [ask(SAID * 5 + MORE)]
-    yield "n > 1", [ask(SAID * 7, n=4, temperature=1.0, seed=7)]
+    for behaviour in ("one turn", "n > 1", "prefix-cache hit"):
+        yield behaviour, BEHAVIOURS[behaviour](send, say)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,16 @@ one answer of it that the server needs, the name of the job, is made up.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import re
+import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from driving import ENGINE, Turn, make_turn, run_engine
+from driving import BEHAVIOURS, ENGINE, PROMPT, Turn, make_turn, run_engine
 
 OPTIONS = [
     "dtype=float32",
@@ -66,71 +67,47 @@ def make_server(checkpoint: str) -> Any:
     )
 
 
-def can_abort(engine: Any) -> bool:
-    """Whether vLLM has the argument with which verl 0.9.1 pauses it; vLLM 0.33.0 has not."""
-    return "wait_for_inflight_requests" in inspect.signature(engine.pause_generation).parameters
+async def ask(server: Any, prompt: list[int], **sampling: Any) -> tuple[list[int], Any, str]:
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 9, **sampling}
+    output = await server.generate(list(prompt), sampling, f"request-{uuid.uuid4()}")
+    reason = "abort" if output.stop_reason == "aborted" else "length"
+    return output.token_ids, output.routed_experts, reason
 
 
-async def record(server: Any) -> list[tuple[str, list[Turn]]]:
-    rng = np.random.default_rng(0)
-    found = []
-
-    def tokens(length: int) -> list[int]:
-        return [int(t) for t in rng.integers(4, 700, length)]
-
-    async def ask(prompt: list[int], **sampling: Any) -> tuple[list[int], Any, str]:
-        sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 9, **sampling}
-        output = await server.generate(list(prompt), sampling, f"request-{rng.random()}")
-        reason = "abort" if output.stop_reason == "aborted" else "length"
-        return output.token_ids, output.routed_experts, reason
-
-    prompt = tokens(131)
-    answer = await ask(prompt)
-    found.append(("one turn", [make_turn(prompt, [answer])]))
-
-    longer = [*prompt, *answer[0], *tokens(11)]
-    found.append(("prefix-cache hit", [make_turn(longer, [await ask(longer)])]))
-
-    turns, said = [], tokens(131)
-    for _ in range(4):
-        answer = await ask(said)
-        turns.append(make_turn(said, [answer]))
-        said = [*said, *answer[0], *tokens(11)]
-    found.append(("several turns, resent", turns))
-
-    prompt = tokens(131)
-    samples = [await ask(prompt, temperature=1.0, seed=seed) for seed in range(4)]
-    found.append(("n > 1", [make_turn(prompt, samples)]))
-
-    if not can_abort(server.engine):
-        return found
-    prompt = tokens(131)
-    asked = asyncio.create_task(ask(prompt, max_tokens=700))
+async def abort(server: Any, prompt: list[int]) -> Turn:
+    """Abort a request after some tokens, as before a weight update."""
+    asked = asyncio.create_task(ask(server, prompt, max_tokens=700))
     states = server.engine.output_processor.request_states
     while not any(state.detokenizer.num_output_tokens() > 8 for state in states.values()):
         await asyncio.sleep(0.01)
     await server.abort_all_requests()
-    aborted = await asked
-    assert aborted[2] == "abort", "the request ended before the abort"
-    assert 8 < len(aborted[0]) < 700
+    answer = await asked
     await server.resume_generation()
-    said = [*prompt, *aborted[0]]
-    turns = [make_turn(prompt, [aborted]), make_turn(said, [await ask(said)])]
-    found.append(("abort and resume", turns))
-    return found
+    assert answer[2] == "abort", "the request ended before the abort"
+    return make_turn(prompt, [answer])
 
 
-def roll_out(checkpoint: str) -> list[tuple[str, list[Turn]]]:
-    async def run() -> list[tuple[str, list[Turn]]]:
+def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
+    rng = np.random.default_rng(0)
+
+    def say(length: int) -> list[int]:
+        return rng.integers(4, 700, length).tolist()
+
+    def send(prompt: list[int], start: int = 0, n: int = 1, seed: int = 0, **sampling: Any) -> Turn:
+        asked = [ask(server, prompt, seed=seed + i, **sampling) for i in range(n)]
+        return make_turn(prompt, [runner.run(answer) for answer in asked])
+
+    with asyncio.Runner() as runner:
         server = make_server(checkpoint)
         server._server_address = "127.0.0.1"  # else the host's own
-        await server.launch_server()
+        runner.run(server.launch_server())
         try:
-            return await record(server)
+            for behaviour in ("one turn", "several turns, resent", "n > 1", "prefix-cache hit"):
+                yield behaviour, BEHAVIOURS[behaviour](send, say)
+            aborted = runner.run(abort(server, say(PROMPT)))
+            yield "abort and resume", [aborted, send(aborted.sequence)]
         finally:
             server.engine.shutdown()
-
-    return asyncio.run(run())
 
 
 if __name__ == "__main__":

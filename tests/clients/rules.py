@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,12 @@ def vime(turns: list[Turn]) -> list[Sample]:
     resumed requests send the whole sequence; an abort without tokens is skipped."""
     turn = [turn for turn in turns if not turn.aborted_at_once][-1]
     return [
-        behind(tokens, np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))), np.int32)
-        for tokens, choice in choices(turn)
+        behind(
+            [*turn.prompt, *choice["token_ids"]],
+            np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))),
+            np.int32,
+        )
+        for choice in turn.chunks[0]["choices"]
     ]
 
 
@@ -46,44 +49,25 @@ def prime_rl(turns: list[Turn]) -> list[Sample]:
     whose row it mends. The last row of all is copied."""
     routes: Any = None
     for turn in turns:
-        ((tokens, _),) = choices(turn)
         (choice,) = prime_rl_answers.reencode(turn.chunks[0])["choices"]
         sent = choice["routed_experts"]
         rows = np.frombuffer(base64.b64decode(sent["data"]), sent["dtype"]).reshape(sent["shape"])
         earlier = rows[:0] if routes is None else routes[: sent["start"]]
         routes = np.concatenate([earlier, rows, rows[-1:]])
-    return [(tokens, routes.astype(np.int64))]
+    return [(turns[-1].sequence, routes.astype(np.int64))]
 
 
-def slime(turns: list[Turn]) -> list[Sample]:
-    """SGLang's `/generate`, which vLLM does not speak: raw int32, n - 1 rows, in base64. Rows as
-    SGLang would have sent them."""
+def sglang(turns: list[Turn]) -> list[Sample]:
+    """SGLang's `/generate`, which vLLM does not speak: n - 1 rows as raw int32 in base64, which
+    AReaL takes as (n - 1, L * K). Rows as SGLang would have sent them."""
     samples = []
     for completion in turns[-1].completions():
         text = base64.b64encode(completion.rows.astype("<i4").tobytes())
         tokens = [*completion.prompt, *completion.token_ids]
-        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
-        samples.append(
-            behind(tokens, flat.reshape(len(tokens) - 1, *completion.rows.shape[1:]), np.int32)
-        )
+        flat = np.frombuffer(base64.b64decode(text), np.int32).reshape(len(tokens) - 1, -1)
+        rows = flat.reshape(len(flat), *completion.rows.shape[1:])
+        samples.append(behind(tokens, rows, np.int32))
     return samples
-
-
-def flat(turns: list[Turn]) -> list[Sample]:
-    """SGLang's protocol: (n - 1, L * K)."""
-    samples = []
-    for completion in turns[-1].completions():
-        rows = completion.rows.reshape(len(completion.rows), -1)
-        tokens = [*completion.prompt, *completion.token_ids]
-        shape = (len(tokens) - 1, *completion.rows.shape[1:])
-        samples.append(behind(tokens, rows.reshape(shape), np.int32))
-    return samples
-
-
-def choices(turn: Turn) -> list[tuple[list[int], dict[str, Any]]]:
-    """Tokens and JSON of each choice of a whole answer."""
-    (answer,) = turn.chunks
-    return [([*turn.prompt, *choice["token_ids"]], choice) for choice in answer["choices"]]
 
 
 def behind(tokens: list[int], rows: Any, dtype: Any) -> Sample:
@@ -92,13 +76,3 @@ def behind(tokens: list[int], rows: Any, dtype: Any) -> Sample:
     cast = rows.astype(dtype)
     assert (cast >= 0).all()
     return tokens, np.pad(cast.astype(np.int64), ((0, 1), (0, 0), (0, 0)), constant_values=OWN)
-
-
-RULES: dict[str, Callable[[list[Turn]], list[Sample]]] = {
-    "vime": vime,
-    "NeMo-RL": nemo_rl,
-    "prime-rl": prime_rl,
-    "slime": slime,
-    "AReaL": flat,
-    "ROLL": flat,
-}

@@ -21,6 +21,7 @@ from examples.clients.turns import join_turns
 from tests.clients.conftest import RECIPES, ROOT, commands
 from tests.clients.driving import encode, indented_block
 
+PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 LAYERS, TOP_K = 3, 4
 # What a user and a tool said.
 TURNS = [[0, 1, 2], [7, 8], [13]]
@@ -72,28 +73,23 @@ def test_loop_of_several_turns_gets_all_rows() -> None:
 
 
 def test_page_for_trainer_teams_asks_for_the_rows_behind_those_of_the_turn_before() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"generate": fake_generate, "url": "", "said": [0, 1, 2], "new": [3]}
     exec(code, names)
     assert names["turn"].start == 2
 
 
 def test_page_for_trainer_teams_has_the_recorded_table() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
     record = (ROOT / "benchmarks" / "results" / "clients.md").read_text(encoding="utf-8")
     table, rest = record.split("\n", 2)[2].split("\nWith a rule of the server broken")
     assert rest
-    assert page.endswith(table)
+    assert PAGE.endswith(table)
 
 
 def test_page_for_trainer_teams_names_the_locked_versions() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
-    locks = [file.read_text() for file in (ROOT / "requirements").glob("clients-*.in")]
-    versions = {
-        n: v for text in locks for n, v in re.findall(r"^(\S+)==(\S+)$", text, re.MULTILINE)
-    }
-    named = re.findall(r"(?:^\| |, )(\S+) (\d[\w.]+) ?(?=[|,])", page, re.MULTILINE)
+    locks = "".join(file.read_text() for file in (ROOT / "requirements").glob("clients-*.in"))
+    versions = dict(re.findall(r"^(\S+)==(\S+)$", locks, re.MULTILINE))
+    named = re.findall(r"(?:^\| |, )(\S+) (\d[\w.]+) ?(?=[|,])", PAGE, re.MULTILINE)
     assert {"verl", "megatron-core", "skyrl"} <= {name.lower() for name, _ in named}
     assert {name: versions[name.lower()] for name, _ in named} == dict(named)
 
@@ -122,33 +118,30 @@ def test_turns_that_ask_for_all_rows_keep_the_earlier_ones() -> None:
     np.testing.assert_array_equal(whole.rows[7:], later[7:15])
 
 
-def test_turn_that_leaves_out_the_row_of_the_last_token_is_refused() -> None:
-    with pytest.raises(RoutedExpertsError, match="start at position 8; those before it end at 7"):
-        join_turns([make_turn(5, 3), make_turn(12, 4, start=8)])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        pytest.param(
+            {"start": 8}, "start at position 8; those before it end at 7", id="row left out"
+        ),
+        pytest.param(
+            {"prompt": tuple(range(1, 13))}, "not continue the 8 tokens", id="other conversation"
+        ),
+    ],
+)
+def test_turn_that_does_not_join_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RoutedExpertsError, match=told):
+        join_turns([make_turn(5, 3), replace(make_turn(12, 4, start=7), **changes)])
 
 
-def test_turn_of_another_conversation_is_refused() -> None:
-    other = replace(make_turn(12, 4, start=7), prompt=tuple(range(1, 13)))
-    with pytest.raises(RoutedExpertsError, match="does not continue the 8 tokens"):
-        join_turns([make_turn(5, 3), other])
-
-
-def test_router_targets_are_those_of_the_layers_that_route() -> None:
-    completion = make_turn(5, 3)
-    targets = router_targets(completion, 10)
-    assert [target.dtype for target in targets] == [torch.int32] * 2
-    for layer, target in zip((1, 2), targets, strict=True):
-        np.testing.assert_array_equal(target[:7], completion.rows[:, layer])
-
-
-def test_router_targets_of_tokens_without_a_row_are_distinct_experts() -> None:
-    for target in router_targets(make_turn(5, 3), 10):
-        assert target[7:].tolist() == [[0, 1, 2, 3]] * 3
-
-
-def test_router_target_of_a_layer_with_a_smaller_top_k_is_cut() -> None:
-    completion = replace(make_turn(5, 3), moe_top_k=(4, 2))
-    assert [target.shape for target in router_targets(completion, 8)] == [(8, 4), (8, 2)]
+@pytest.mark.parametrize("top_k", [(4, 4), (4, 2)])
+def test_router_targets_are_those_of_the_layers_that_route(top_k: tuple[int, int]) -> None:
+    """Tokens without a row get distinct experts."""
+    completion = replace(make_turn(5, 3), moe_top_k=top_k)
+    for layer, k, target in zip((1, 2), top_k, router_targets(completion, 10), strict=True):
+        assert target.dtype == torch.int32
+        np.testing.assert_array_equal(target[:7], completion.rows[:, layer, :k])
+        assert target[7:].tolist() == [[*range(k)]] * 3
 
 
 @pytest.mark.parametrize("turn", [make_turn(5, 3, start=2), make_turn(5, 3, all_rows=make_rows(6))])
@@ -157,23 +150,15 @@ def test_router_targets_want_all_rows(turn: Completion) -> None:
         router_targets(turn, 8)
 
 
-def make_answer(start: int = 3) -> dict[str, Any]:
-    choice = {"index": 0, "token_ids": [1], "routed_experts_start": start}
-    return {"choices": [{**choice, "routed_experts": encode(make_rows(5))}]}
-
-
-def test_reencoded_answer_has_the_same_rows_and_states_their_start() -> None:
-    (choice,) = reencode(make_answer(start=3))["choices"]
-    sent = choice["routed_experts"]
+@pytest.mark.parametrize("times", [1, 2])
+def test_reencoded_answer_has_the_same_rows_and_states_their_start(times: int) -> None:
+    choice = {"index": 0, "routed_experts_start": 3, "routed_experts": encode(make_rows(5))}
+    for _ in range(times):
+        (choice,) = reencode({"choices": [choice]})["choices"]
+    sent: Any = choice["routed_experts"]
     rows = np.frombuffer(base64.b64decode(sent["data"]), sent["dtype"]).reshape(sent["shape"])
     np.testing.assert_array_equal(rows, make_rows(5))
     assert sent["start"] == 3
-
-
-def test_reencoding_twice_changes_nothing_more() -> None:
-    answer = reencode(make_answer())
-    before = dict(answer["choices"][0]["routed_experts"])
-    assert reencode(answer)["choices"][0]["routed_experts"] == before
 
 
 def test_answer_that_was_aborted_without_rows_says_so() -> None:

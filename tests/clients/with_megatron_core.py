@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from driving import Turn, indented_block, run, whole
+from driving import Turn, indented_block, run
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from examples.client import Completion
 from examples.clients import megatron_replay
+from examples.clients.turns import join_turns
 
 # Of every recorded model, or more.
 NUM_EXPERTS = 300
@@ -39,10 +41,14 @@ def make_router(top_k: int) -> TopKRouter:
 
 
 def replay(turns: list[Turn]) -> list[tuple[list[int], Any]]:
-    return [replay_one(completion) for completion in whole(turns)]
+    """The choices of one turn, or several turns in one."""
+    answered = [turn.completions() for turn in turns if not turn.aborted_at_once]
+    if len(answered) > 1:
+        answered = [[join_turns([turn[0] for turn in answered])]]
+    return [replay_one(completion) for completion in answered[0]]
 
 
-def replay_one(completion: Any) -> tuple[list[int], Any]:
+def replay_one(completion: Completion) -> tuple[list[int], Any]:
     tokens = [*completion.prompt, *completion.token_ids]
     length = len(tokens) + PADDING
     RouterReplay.clear_global_router_replay_instances()
