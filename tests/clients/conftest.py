@@ -30,7 +30,7 @@ from tests.clients.driving import Turn, encode, read_record, write_record
 from tests.clients.recorder import BEHAVIOURS, LINE, MODELS, record
 
 # Programs of other environments: this one cannot import them to look for tests.
-collect_ignore_glob = ["with_*.py", "engine_*.py"]
+collect_ignore_glob = ["run.py", "with_*.py", "engine_*.py"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -49,16 +49,16 @@ class Client:
     Attributes:
         asked: the behaviours that the client has.
         packages: whose versions the table states. The first one names an environment in
-            build/clients, its lock, and the program `with_<environment>.py` that runs there.
+            build/clients, its lock, and the module `with_<environment>.py` that runs there.
         engine: the class in which the client holds vLLM. `engine_<environment>.py` runs it in this
-            environment, and the program takes its answers instead of the server's.
+            environment, and the other module takes its answers instead of the server's.
         rule: of a client that cannot be installed.
     """
 
     asked: Sequence[str]
     packages: tuple[str, ...] = ()
     engine: str = ""
-    rule: Callable[[list[Turn]], list[rules.Sample]] | None = None
+    rule: rules.Rule | None = None
 
     @property
     def environment(self) -> Path:
@@ -70,9 +70,6 @@ class Client:
         for site in self.environment.glob("lib/python3*/site-packages"):
             return site
         pytest.skip(f"{self.packages[0]} is not installed: make clients")
-
-    def program(self, kind: str) -> Path:
-        return HERE / f"{kind}_{self.packages[0].replace('-', '_')}.py"
 
 
 SWIFT, VERL = ("ms-swift",), ("verl", "megatron-core")
@@ -88,7 +85,6 @@ CLIENTS = {
     "SkyRL": Client((*NEW_ROWS, "n > 1", *MODELS_TOO), ("skyrl",)),
     "vime": Client((*WHOLE, *ABORTS, *MODELS_TOO), rule=rules.vime),
     "NeMo-RL": Client((*WHOLE, *MODELS_TOO), rule=rules.nemo_rl),
-    "prime-rl": Client((*NEW_ROWS, *MODELS_TOO), rule=rules.prime_rl),
     "slime, AReaL, ROLL": Client((*WHOLE, *ABORTS, *MODELS_TOO), rule=rules.sglang),
 }
 
@@ -144,12 +140,18 @@ def replayed(
     site = tmp_path_factory.mktemp("site")
     (site / "examples").symlink_to(ROOT / "examples")
 
-    def run(*command: Path | str, paths: Sequence[Path] = (), **variables: str) -> None:
-        """Run a program without a GPU."""
-        variables["PYTHONPATH"] = os.pathsep.join(map(str, [site, *paths]))
-        env = {**os.environ, **variables, "CUDA_VISIBLE_DEVICES": ""}
+    def run(
+        python: Path | str, *arguments: Path | str, paths: Sequence[Path] = (), **env: str
+    ) -> None:
+        """`run.py`, without a GPU."""
+        env["PYTHONPATH"] = os.pathsep.join(map(str, [site, *paths]))
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=900, check=False
+            [python, HERE / "run.py", *arguments],
+            env={**os.environ, **env, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
         )
         assert done.returncode == 0, done.stderr[-10_000:]
 
@@ -157,23 +159,24 @@ def replayed(
     def replay(name: str) -> Path:
         client = CLIENTS[name]
         packages = client.site
-        folder = tmp_path_factory.mktemp(packages.parts[-4])
+        module = client.packages[0].replace("-", "_")
+        folder = tmp_path_factory.mktemp(module)
         records = answers.records
         if client.engine:
             records = folder / "records"
             line = LINES[LINE]
             run(
                 sys.executable,
-                client.program("engine"),
+                f"engine_{module}",
                 answers.checkpoints["dense-first"],
                 records,
                 packages,
-                paths=[*([verl()] if client.packages == VERL else []), *line.packages],
+                paths=[*([verl()] if module == "verl" else []), *line.packages],
                 **{**ENVIRONMENT, **line.environment, "TORCH_COMPILE_DISABLE": "1"},
                 VLLM_CACHE_ROOT=str(folder / "cache"),
                 RECIPE=commands("verl")[1],
             )
-        run(client.environment / "bin/python", client.program("with"), records, folder / "out")
+        run(client.environment / "bin/python", f"with_{module}", records, folder / "out")
         return folder / "out"
 
     return replay

@@ -1,22 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a client on recorded answers, in the client's environment:
-
-    python with_<client>.py RECORDS OUT
-
-Writes OUT/<behaviour>.npz for each record of RECORDS. It has for each sample `tokens<i>`, (T,), and
-`routes<i>`, (T, L, K) int64: the experts that the client makes a trainer take, `OWN` where the
-trainer selects itself. Where the client fails, OUT/<behaviour>.error has its traceback.
-"""
+"""Shared by the programs of all environments: turns, records, and how clients are asked."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-import sys
 import textwrap
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -154,40 +145,3 @@ def indented_block(text: str | None) -> str:
     """The code of a docstring."""
     lines = [line for line in (text or "").splitlines() if line.startswith("    ") or not line]
     return textwrap.dedent("\n".join(lines))
-
-
-def run_engine(roll_out: Callable[[str], Iterable[tuple[str, Iterable[Turn]]]]) -> None:
-    """Record a client's own engine, in the server's environment:
-
-        python engine_<client>.py CHECKPOINT RECORDS PACKAGES
-
-    The packages are the client's, behind those of the environment. Writes a record for each
-    behaviour, which `with_<client>.py` replays.
-
-    Args:
-        roll_out: from a checkpoint to behaviours and their turns. Imports the client.
-    """
-    checkpoint, records, packages = sys.argv[1:]
-    sys.path.append(packages)
-    for behaviour, turns in roll_out(checkpoint):
-        write_record(Path(records), behaviour, list(turns))
-
-
-def run(replay: Callable[[list[Turn]], Sequence[tuple[Sequence[int], Any]]]) -> None:
-    """Replay every record.
-
-    Args:
-        replay: from the turns of a conversation to its samples, each as tokens and routes.
-    """
-    records, out = map(Path, sys.argv[1:])
-    out.mkdir(parents=True, exist_ok=True)
-    for file in sorted(records.glob("*.json")):
-        try:
-            samples = replay(read_record(file))
-            arrays = {}
-            for i, (tokens, routes) in enumerate(samples):
-                arrays[f"tokens{i}"] = np.asarray(tokens, dtype=np.int64)
-                arrays[f"routes{i}"] = np.asarray(routes, dtype=np.int64)
-            np.savez(out / f"{file.stem}.npz", **arrays)
-        except Exception:
-            (out / f"{file.stem}.error").write_text(traceback.format_exc())

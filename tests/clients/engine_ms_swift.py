@@ -8,7 +8,7 @@ import string
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from driving import BEHAVIOURS, ENGINE, Turn, make_turn, run_engine
+from driving import BEHAVIOURS, ENGINE, Turn, make_turn
 
 
 def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
@@ -43,7 +43,3 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
 
     for behaviour in ("one turn", "n > 1", "prefix-cache hit"):
         yield behaviour, BEHAVIOURS[behaviour](send, say)
-
-
-if __name__ == "__main__":
-    run_engine(roll_out)

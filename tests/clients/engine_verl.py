@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from driving import BEHAVIOURS, ENGINE, PROMPT, Turn, make_turn, run_engine
+from driving import BEHAVIOURS, ENGINE, PROMPT, Turn, make_turn
 
 OPTIONS = [
     "dtype=float32",
@@ -108,7 +108,3 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
             yield "abort and resume", [aborted, send(aborted.sequence)]
         finally:
             server.engine.shutdown()
-
-
-if __name__ == "__main__":
-    run_engine(roll_out)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from harness import oracle
 from harness.lines import FIRST
+from tests.clients import rules
 from tests.clients.conftest import BROKEN, CLIENTS, RECIPES, Answers
 from tests.clients.driving import OWN, read_record
 from tests.clients.recorder import BEHAVIOURS, LINE
@@ -32,7 +33,7 @@ def read_samples(folder: Path, behaviour: str) -> list[tuple[Any, Any]]:
         return [(arrays[f"tokens{i}"], arrays[f"routes{i}"]) for i in range(len(arrays.files) // 2)]
 
 
-def count_true_rows(checkpoint: Path, samples: list[tuple[Any, Any]]) -> int:
+def count_true_rows(checkpoint: Path, samples: Sequence[tuple[Any, Any]]) -> int:
     """Compare every token but the last of each sample with the oracle; returns their number.
 
     Raises:
@@ -65,8 +66,9 @@ def test_client_takes_the_oracles_rows(
     rule = CLIENTS[client].rule
     folder = answers.records if rule else replayed(client)
     table[client, behaviour] = "**wrong**"
+    samples: Sequence[tuple[Any, Any]]
     if rule:
-        samples = rule(read_record(folder / f"{behaviour}.json"))
+        samples = rules.apply(rule, read_record(folder / f"{behaviour}.json"))
     else:
         samples = read_samples(folder, behaviour)
     rows = count_true_rows(answers.checkpoints[BEHAVIOURS[behaviour]], samples)

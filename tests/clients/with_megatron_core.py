@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from driving import Turn, indented_block, run
+from driving import Turn, indented_block
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -75,7 +75,3 @@ def replay_one(completion: Completion) -> tuple[list[int], Any]:
         ids = routing_map.nonzero()[:, 1].view(length, router.topk)[: len(tokens)].numpy()
         routes[:, layer] = np.pad(ids, ((0, 0), (0, most - router.topk)), mode="edge")
     return tokens, routes
-
-
-if __name__ == "__main__":
-    run(replay)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from driving import Turn, run
+from driving import Turn
 from pydantic import TypeAdapter
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -55,7 +55,3 @@ def replay_one(completion: Any) -> tuple[list[int], Any]:
         router_replay_mode="R3",
     )
     return tokens, routes[: len(tokens)].numpy()
-
-
-if __name__ == "__main__":
-    run(replay)

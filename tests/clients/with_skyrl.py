@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from driving import Turn, run
+from driving import Turn
 from skyrl.backends.skyrl_train.inference_servers.generate_wire import (
     decode_packed_routed_experts,
     load_packed_body,
@@ -42,7 +42,3 @@ def replay_one(conversation: tuple[Completion, ...]) -> tuple[list[int], Any]:
     rows = trace.finalize(token_count=len(tokens), loss_mask=sampled)
     packed = _collate_rollout_expert_indices([rows], np.array([len(tokens)]))
     return tokens, packed.values.numpy()
-
-
-if __name__ == "__main__":
-    run(replay)

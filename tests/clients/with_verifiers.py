@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from driving import Turn, run
+from driving import Turn
 from openai import AsyncOpenAI
 from renderers.client import generate
 from verifiers.v1.graph import MessageNode, _attribute_routed_experts
@@ -20,6 +20,7 @@ from verifiers.v1.types import AssistantMessage, UserMessage
 
 from examples.clients import prime_rl_answers
 
+prime_rl_answers.install()
 RENDERER: Any = SimpleNamespace(
     get_stop_token_ids=lambda: [],
     parse_response=lambda *_, **__: SimpleNamespace(
@@ -41,25 +42,25 @@ async def replay_one(turns: list[Turn]) -> tuple[list[int], Any]:
         answer = await ask(turn, {"routed_experts_prompt_start": start} if said else {})
         assert turn.start == start
         before = list(range(len(trace.nodes)))
-        completion = np.asarray(answer["completion_ids"], np.int32)
-        trace.nodes += [
-            node(UserMessage(content=""), np.asarray(turn.prompt[said:], np.int32), sampled=False),
-            node(AssistantMessage(content=""), completion, sampled=True),
-        ]
+        for message, tokens in (
+            (UserMessage(content=""), turn.prompt[said:]),
+            (AssistantMessage(content=""), answer["completion_ids"]),
+        ):
+            sampled = isinstance(message, AssistantMessage)
+            node = MessageNode.model_construct(
+                message=message,
+                token_ids=np.asarray(tokens, np.int32),
+                mask=np.full(len(tokens), sampled),
+                sampled=sampled,
+            )
+            trace.nodes.append(node)
         new = list(range(len(before), len(trace.nodes)))
         _attribute_routed_experts(trace, before, new, said, answer["routed_experts"])
-        said = len(turn.prompt) + len(completion)
+        said = len(turn.sequence)
     branch = Branch.model_construct(index=0, nodes=trace.nodes)
     rows = branch.routed_experts
     assert rows is not None, "verifiers has no rows for some message"
     return branch.token_ids.tolist(), rows
-
-
-def node(message: Any, tokens: Any, *, sampled: bool) -> MessageNode:
-    mask = np.full(len(tokens), sampled)
-    return MessageNode.model_construct(
-        message=message, token_ids=tokens, mask=mask, sampled=sampled
-    )
 
 
 async def ask(turn: Turn, sampling: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +84,3 @@ async def ask(turn: Turn, sampling: dict[str, Any]) -> dict[str, Any]:
             sampling_params=sampling,
             max_prompt_len=100_000,
         )
-
-
-if __name__ == "__main__":
-    prime_rl_answers.install()
-    run(replay)

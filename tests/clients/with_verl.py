@@ -5,12 +5,11 @@ Megatron engine hands to the routers. A stand-in replaces the Ray actor that hol
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from driving import OWN, Turn, run
+from driving import OWN, Turn
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils.megatron.router_replay_utils import (
     align_r3_router_replay_data,
@@ -32,45 +31,44 @@ def remote(result: Any) -> Any:
     return SimpleNamespace(remote=call)
 
 
-class Replica:
-    """`vLLMHttpServer` as its callers see it: it answers what was recorded."""
-
-    def __init__(self, turns: list[Turn], choice: int) -> None:
-        self.turns, self.choice = iter(turns), choice
-        self.generate = remote(self.answer)
-
-    def answer(self, prompt_ids: list[int], **_: Any) -> TokenOutput:
-        turn = next(self.turns)
-        assert prompt_ids == turn.prompt
-        if turn.aborted_at_once:
-            return TokenOutput(token_ids=[], stop_reason="aborted")
-        completion = turn.completions()[self.choice]
-        stop = "aborted" if completion.finish_reason == "abort" else "completed"
-        return TokenOutput(
-            token_ids=list(completion.token_ids),
-            routed_experts=completion.rows,
-            stop_reason=stop,
-            num_preempted=0,
-        )
-
-
 def replay(turns: list[Turn]) -> list[tuple[list[int], Any]]:
     choices = len(turns[-1].completions())
     return [asyncio.run(replay_one(turns, choice)) for choice in range(choices)]
 
 
 async def replay_one(turns: list[Turn], choice: int) -> tuple[list[int], Any]:
-    replica = Replica(turns, choice)
+    recorded = iter(turns)
+
+    def answer(prompt_ids: list[int], **_: Any) -> TokenOutput:
+        """What `vLLMHttpServer` returns."""
+        turn = next(recorded)
+        assert prompt_ids == turn.prompt
+        if turn.aborted_at_once:
+            return TokenOutput(token_ids=[], stop_reason="aborted")
+        completion = turn.completions()[choice]
+        return TokenOutput(
+            token_ids=list(completion.token_ids),
+            routed_experts=completion.rows,
+            stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
+            num_preempted=0,
+        )
+
     balancer = SimpleNamespace(
         require_acquire_fields=remote(list),
         require_release_fields=remote(list),
         acquire_server=remote(lambda request_id: ("server", replica)),
         release_server=SimpleNamespace(remote=lambda server_id: None),
     )
+    replica = SimpleNamespace(generate=remote(answer))
     client = FullyAsyncLLMServerClient(CONFIG, balancer)
     first = turns[0].prompt
-    # The agent loop: the rows of the last turn are those of all turns (tool_agent_loop.py).
-    for prompt in prompts_of_turns(turns):
+    # The agent loop: the rows of the last turn are those of all turns (tool_agent_loop.py). The
+    # client itself sends what resumes an aborted turn.
+    reasons = [None, *(turn.finish_reason for turn in turns)]
+    prompts = [
+        turn.prompt for turn, before in zip(turns, reasons, strict=False) if before != "abort"
+    ]
+    for prompt in prompts:
         output = await client.generate("request", prompt_ids=prompt, sampling_params={})
     response = [*prompt[len(first) :], *output.token_ids]
     loop = AgentLoopOutput(
@@ -86,16 +84,3 @@ async def replay_one(turns: list[Turn], choice: int) -> tuple[list[int], Any]:
     (aligned,) = align_r3_router_replay_data(routes, input_ids).unbind()
     (given,) = build_r3_replay_mask(input_ids, loop["response_mask"][None]).unbind()
     return tokens.tolist(), torch.where(given[:, None, None], aligned, OWN).numpy()
-
-
-def prompts_of_turns(turns: list[Turn]) -> Iterator[list[int]]:
-    """Prompts that the agent loop sends. The client itself sends what resumes an aborted turn."""
-    aborted = False
-    for turn in turns:
-        if not aborted:
-            yield turn.prompt
-        aborted = turn.finish_reason == "abort"
-
-
-if __name__ == "__main__":
-    run(replay)
