@@ -36,10 +36,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MADE = ROOT / "build" / "clients"
 
-WHOLE = ("one turn", "several turns, resent", "n > 1", "prefix-cache hit")
-NEW_ROWS = ("one turn", "several turns", "prefix-cache hit")
+EACH = ("one turn", "prefix-cache hit", "smaller top-k", "300 experts")
+WHOLE = (*EACH, "several turns, resent", "n > 1")
 ABORTS = ("abort and resume", "abort without tokens")
-MODELS_TOO = ("smaller top-k", "300 experts")
 
 
 @dataclass(frozen=True)
@@ -73,19 +72,20 @@ class Client:
 
 
 SWIFT, VERL = ("ms-swift",), ("verl", "megatron-core")
+ENGINES = ("one turn", "n > 1", "prefix-cache hit")
 CLIENTS = {
     "megatron-core": Client(list(BEHAVIOURS), ("megatron-core",)),
-    "ms-swift": Client((*WHOLE, *MODELS_TOO), SWIFT),
-    "ms-swift, its engine": Client(
-        ("one turn", "n > 1", "prefix-cache hit"), SWIFT, "GRPOVllmEngine"
+    "ms-swift": Client(WHOLE, SWIFT),
+    "ms-swift, its engine": Client(ENGINES, SWIFT, "GRPOVllmEngine"),
+    "verifiers": Client((*EACH, "several turns"), ("verifiers", "renderers")),
+    "verl": Client((*WHOLE, *ABORTS), VERL),
+    "verl, its server": Client(
+        (*ENGINES, "several turns, resent", "abort and resume"), VERL, "vLLMHttpServer"
     ),
-    "verifiers": Client((*NEW_ROWS, *MODELS_TOO), ("verifiers", "renderers")),
-    "verl": Client((*WHOLE, *ABORTS, *MODELS_TOO), VERL),
-    "verl, its server": Client((*WHOLE, "abort and resume"), VERL, "vLLMHttpServer"),
-    "SkyRL": Client((*NEW_ROWS, "n > 1", *MODELS_TOO), ("skyrl",)),
-    "vime": Client((*WHOLE, *ABORTS, *MODELS_TOO), rule=rules.vime),
-    "NeMo-RL": Client((*WHOLE, *MODELS_TOO), rule=rules.nemo_rl),
-    "slime, AReaL, ROLL": Client((*WHOLE, *ABORTS, *MODELS_TOO), rule=rules.sglang),
+    "SkyRL": Client((*EACH, "several turns", "n > 1"), ("skyrl",)),
+    "vime": Client((*WHOLE, *ABORTS), rule=rules.vime),
+    "NeMo-RL": Client(WHOLE, rule=rules.nemo_rl),
+    "slime, AReaL, ROLL": Client((*WHOLE, *ABORTS), rule=rules.sglang),
 }
 
 

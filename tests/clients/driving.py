@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,8 @@ from examples.client import Completion, join
 OWN = -1
 # Sizes of prompts, which fill several chunks and blocks, and of what is said between two turns.
 PROMPT, BETWEEN, TURNS = 131, 11, 4
-# A client's own engine.
-ENGINE = {
+# Settings of an engine.
+SETTINGS = {
     "block_size": 32,
     "max_num_batched_tokens": 64,
     "kv_cache_memory_bytes": 64 << 20,
@@ -95,37 +95,41 @@ def make_turn(prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any,
     return Turn(list(prompt), 0, [{"choices": choices}])
 
 
-# Sends a prompt, and optionally its start and sampling parameters; a prompt of a size.
-Send = Callable[..., Turn]
-Say = Callable[[int], Any]
+class Engine(Protocol):
+    """What is asked: a server or a client's own engine."""
+
+    def say(self, length: int) -> Any:
+        """Something new to say, of `length` tokens."""
+
+    def send(self, prompt: Any, start: int = 0, **sampling: Any) -> Turn: ...
 
 
-def one_turn(send: Send, say: Say) -> Iterator[Turn]:
-    yield send(say(PROMPT))
+def one_turn(engine: Engine) -> Iterator[Turn]:
+    yield engine.send(engine.say(PROMPT))
 
 
-def several_turns(send: Send, say: Say, resent: bool = False) -> Iterator[Turn]:
+def several_turns(engine: Engine, resent: bool = False) -> Iterator[Turn]:
     """Each turn asks for the rows behind those of the turn before, whose last token had none, or
     for all rows."""
-    said = say(PROMPT)
+    said = engine.say(PROMPT)
     start = 0
     for _ in range(TURNS):
-        yield (turn := send(said, start))
+        yield (turn := engine.send(said, start))
         start = 0 if resent else len(turn.sequence) - 1
-        said = turn.sequence + say(BETWEEN)
+        said = turn.sequence + engine.say(BETWEEN)
 
 
-def several_choices(send: Send, say: Say) -> Iterator[Turn]:
-    yield send(say(PROMPT), n=4, temperature=1.0, seed=7)
+def several_choices(engine: Engine) -> Iterator[Turn]:
+    yield engine.send(engine.say(PROMPT), n=4, temperature=1.0, seed=7)
 
 
-def prefix_hit(send: Send, say: Say) -> Iterator[Turn]:
-    prompt = say(PROMPT)
-    send(prompt)
-    yield send(prompt + say(BETWEEN))
+def prefix_hit(engine: Engine) -> Iterator[Turn]:
+    prompt = engine.say(PROMPT)
+    engine.send(prompt)
+    yield engine.send(prompt + engine.say(BETWEEN))
 
 
-BEHAVIOURS: dict[str, Callable[[Send, Say], Iterator[Turn]]] = {
+BEHAVIOURS: dict[str, Callable[[Any], Iterator[Turn]]] = {
     "one turn": one_turn,
     "several turns": several_turns,
     "several turns, resent": partial(several_turns, resent=True),

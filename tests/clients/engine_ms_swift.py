@@ -6,9 +6,10 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
-from driving import BEHAVIOURS, ENGINE, Turn, make_turn
+from driving import BEHAVIOURS, SETTINGS, Turn, make_turn
 
 
 def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
@@ -16,7 +17,7 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
     from swift.infer_engine import InferRequest, RequestConfig
     from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 
-    engine = GRPOVllmEngine(
+    swift = GRPOVllmEngine(
         checkpoint,
         model_type="qwen3_moe",
         template_type="dummy",
@@ -25,7 +26,7 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
         max_model_len=1024,
         max_num_seqs=8,
         # The flag is what `--router_replay_mode R3` sets (megatron/trainers/rollout_mixin.py).
-        engine_kwargs={**ENGINE, "enable_return_routed_experts": True},
+        engine_kwargs={**SETTINGS, "enable_return_routed_experts": True},
     )
     rng = random.Random(0)
 
@@ -35,11 +36,11 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
     def send(said: str, **config: Any) -> Turn:
         request = InferRequest(messages=[{"role": "user", "content": said}])
         config = {"max_tokens": 9, "temperature": 0.0, "return_details": True, **config}
-        (output,) = engine.infer([request], RequestConfig(**config), use_tqdm=False)
+        (output,) = swift.infer([request], RequestConfig(**config), use_tqdm=False)
         return make_turn(
             output.response.prompt_token_ids,
             [(c.token_ids, c.routed_experts, c.finish_reason) for c in output.response.choices],
         )
 
     for behaviour in ("one turn", "n > 1", "prefix-cache hit"):
-        yield behaviour, BEHAVIOURS[behaviour](send, say)
+        yield behaviour, BEHAVIOURS[behaviour](SimpleNamespace(say=say, send=send))

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from driving import BEHAVIOURS, ENGINE, PROMPT, Turn, make_turn
+from driving import BEHAVIOURS, PROMPT, SETTINGS, Turn, make_turn
 
 OPTIONS = [
     "dtype=float32",
@@ -42,7 +42,7 @@ def make_server(checkpoint: str) -> Any:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     ray.get_runtime_context = lambda: SimpleNamespace(get_job_id=lambda: "job")
-    own = [f"engine_kwargs.vllm.{key}={value}" for key, value in ENGINE.items()]
+    own = [f"engine_kwargs.vllm.{key}={value}" for key, value in SETTINGS.items()]
     options = [f"actor_rollout_ref.rollout.{option}" for option in [*OPTIONS, *own]]
     # Composed by verl: the locked hydra cannot.
     recipe = os.environ["RECIPE"]
@@ -103,7 +103,7 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
         runner.run(server.launch_server())
         try:
             for behaviour in ("one turn", "several turns, resent", "n > 1", "prefix-cache hit"):
-                yield behaviour, BEHAVIOURS[behaviour](send, say)
+                yield behaviour, BEHAVIOURS[behaviour](SimpleNamespace(say=say, send=send))
             aborted = runner.run(abort(server, say(PROMPT)))
             yield "abort and resume", [aborted, send(aborted.sequence)]
         finally:
