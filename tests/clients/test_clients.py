@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from packaging.version import Version
+from transformers import AutoModelForCausalLM
 
+from examples.replay import replay
 from harness import oracle
 from harness.lines import FIRST
 from tests.clients import rules
@@ -88,6 +91,22 @@ def test_broken_rule_of_the_server_is_noticed(
     with pytest.raises(AssertionError, match=found):
         count_true_rows(answers.checkpoints[BEHAVIOURS[behaviour]], read_samples(folder, rule))
     table[client, rule] = found
+
+
+@pytest.mark.parametrize("behaviour", ["one turn", "smaller top-k", "300 experts"])
+@torch.inference_mode()
+def test_hugging_face_model_replays_rows_with_the_transformers_of_the_line(
+    behaviour: str, answers: Answers
+) -> None:
+    checkpoint = answers.checkpoints[BEHAVIOURS[behaviour]]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    (completion,) = read_record(answers.records / f"{behaviour}.json")[0].completions()
+    tokens = torch.tensor([[*completion.prompt, *completion.token_ids][:-1]])
+    own = model(tokens).logits
+    for rows, same in ((completion.rows, True), (completion.rows[::-1].copy(), False)):
+        routes = torch.from_numpy(rows.astype(np.int64))[None]
+        with replay(model, routes, completion.moe_layers):
+            assert torch.allclose(model(tokens).logits, own, atol=1e-4) == same
 
 
 def test_recipe_for_verl_changes_two_lines(verl: Callable[[], Path]) -> None:
