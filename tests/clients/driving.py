@@ -66,12 +66,11 @@ class Turn:
 def write_record(folder: Path, behaviour: str, turns: Sequence[Turn]) -> None:
     """Write the conversation of a behaviour as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"turns": [asdict(turn) for turn in turns]}
-    (folder / f"{behaviour}.json").write_text(json.dumps(document))
+    (folder / f"{behaviour}.json").write_text(json.dumps([asdict(turn) for turn in turns]))
 
 
 def read_record(file: Path) -> list[Turn]:
-    return [Turn(**turn) for turn in json.loads(file.read_text())["turns"]]
+    return [Turn(**turn) for turn in json.loads(file.read_text())]
 
 
 def make_turn(prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any, str]]) -> Turn:
@@ -79,19 +78,20 @@ def make_turn(prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any,
 
     Args:
         prompt: P ids.
-        answers: its choices: returned ids, the rows or None, and the finish reason.
+        answers: its choices: returned ids, their rows from position 0, and the finish reason.
     """
-    choices = []
-    for index, (token_ids, rows, finish_reason) in enumerate(answers):
-        choice = {"index": index, "token_ids": list(token_ids), "finish_reason": finish_reason}
-        if rows is not None:
-            choice |= {
-                "routed_experts": encode(rows),
-                "routed_experts_start": 0,
-                "moe_layers": rows.any(axis=(0, 2)).nonzero()[0].tolist(),
-                "num_prompt_tokens": len(prompt),
-            }
-        choices.append(choice)
+    choices = [
+        {
+            "index": index,
+            "token_ids": list(token_ids),
+            "finish_reason": finish_reason,
+            "routed_experts": encode(rows),
+            "routed_experts_start": 0,
+            "moe_layers": rows.any(axis=(0, 2)).nonzero()[0].tolist(),
+            "num_prompt_tokens": len(prompt),
+        }
+        for index, (token_ids, rows, finish_reason) in enumerate(answers)
+    ]
     return Turn(list(prompt), 0, [{"choices": choices}])
 
 
