@@ -13,7 +13,9 @@ The MoE kernel of the CPU engine selects experts itself and never calls these ro
   `not apply_router_weight_on_input`) | torch | real |
 | ZeroExpertRouter | the CUDA kernels, behind which it masks the ids of zero experts |
   real, with stand-ins for the kernel and for the zero experts' output |
-| RoutingSimulatorRouter | refused | real |
+
+How ids reach the buffer (dtype, smaller top-k, EPLB, in place or copied) and which routers are
+refused is tested in the series, by `tests/model_executor/test_routed_experts_capture.py`.
 """
 
 from __future__ import annotations
@@ -159,10 +161,10 @@ def make_router(case: Case, bias: torch.Tensor | None, **options: Any) -> Any:
     )
 
 
-def random_logits(experts: int = EXPERTS, tokens: int = TOKENS, seed: int = 0) -> torch.Tensor:
+def random_logits(experts: int = EXPERTS, tokens: int = TOKENS) -> torch.Tensor:
     import torch
 
-    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)) * 2
+    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0)) * 2
 
 
 def select(router: Any, logits: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -251,75 +253,6 @@ def test_rows_of_llama_4_are_those_of_transformers(bind: Callable[[Any], Any]) -
     assert torch.equal(capturer.snapshot(TOKENS)[:, LAYER, 0].long(), scores.argmax(-1))
 
 
-def test_rows_are_logical_ids_before_replicas_are_chosen(
-    bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-    import vllm.model_executor.layers.fused_moe.router.base_router as base
-    from vllm.distributed.eplb.eplb_state import EplbLayerState
-
-    def to_replicas(topk_ids: Any, **_: Any) -> Any:
-        return topk_ids + EXPERTS
-
-    monkeypatch.setattr(base, "eplb_map_to_physical_and_record", to_replicas)
-    state = EplbLayerState(**{name: torch.zeros(1) for name in EplbLayerState.__dataclass_fields__})
-    case = CASES["softmax"]
-    router = make_router(case, None, enable_eplb=True, eplb_state=state)
-    capturer = bind({LAYER: router})
-    logits = random_logits()
-    assert (select(router, logits) >= EXPERTS).all()
-    assert_chosen(capturer.snapshot(TOKENS), case, logits, None)
-
-
-@pytest.mark.parametrize("name", ["softmax", "sigmoid_bias", "grouped_softmax"])
-def test_rows_are_true_where_the_kernel_wants_64_bit_ids(
-    name: str, bind: Callable[[Any], Any]
-) -> None:
-    import torch
-
-    case = CASES[name]
-    bias = torch.linspace(0.4, -0.4, EXPERTS) if case.biased else None
-    router = make_router(case, bias, indices_type_getter=lambda: torch.int64)
-    capturer = bind({LAYER: router})
-    logits = random_logits()
-    assert select(router, logits).dtype == torch.int64
-    assert_chosen(capturer.snapshot(TOKENS), case, logits, bias)
-
-
-def test_rows_of_a_smaller_batch_are_its_own(bind: Callable[[Any], Any]) -> None:
-    case = CASES["softmax"]
-    router = make_router(case, None)
-    capturer = bind({LAYER: router})
-    for tokens in (TOKENS, 7, 1, 20):
-        logits = random_logits(tokens=tokens, seed=tokens)
-        select(router, logits)
-        assert_chosen(capturer.snapshot(tokens), case, logits, None)
-
-
-def test_layer_of_smaller_top_k_repeats_its_last_id(bind: Callable[[Any], Any]) -> None:
-    import torch
-
-    wide, narrow = (make_router(Case("", Choice(k)), None) for k in (TOP_K, 2))
-    capturer = bind({0: wide, 2: narrow})
-    logits = random_logits()
-    select(wide, logits)
-    ids = select(narrow, logits)
-    rows = capturer.snapshot(TOKENS)[:, 2].int()
-    assert torch.equal(rows, torch.cat([ids, ids[:, 1:], ids[:, 1:]], dim=1))
-
-
-def test_ids_from_256_on_take_two_bytes(bind: Callable[[Any], Any]) -> None:
-    import torch
-
-    router = make_router(CASES["300_experts"], None)
-    capturer = bind({LAYER: router})
-    ids = select(router, random_logits(300))
-    rows = capturer.snapshot(TOKENS)
-    assert rows.dtype == torch.uint16
-    assert ids.max() > 255
-    assert torch.equal(rows[:, LAYER].int(), ids)
-
-
 def test_zero_experts_keep_their_ids(
     bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,17 +274,6 @@ def test_zero_experts_keep_their_ids(
     assert select(router, logits).max() < EXPERTS - 2
     assert capturer.snapshot(TOKENS).max() >= EXPERTS - 2
     assert_chosen(capturer.snapshot(TOKENS), case, logits, bias)
-
-
-@pytest.mark.parametrize("name", ["softmax", "sigmoid", "sigmoid_bias", "sqrtsoftplus_bias"])
-def test_fused_kernels_write_the_rows_themselves(name: str, bind: Callable[[Any], Any]) -> None:
-    import torch
-
-    case = CASES[name]
-    router = make_router(case, torch.zeros(case.experts) if case.biased else None)
-    capturer = bind({LAYER: router})
-    ids = select(router, random_logits())
-    assert ids.data_ptr() == capturer.buffer[LAYER].data_ptr()
 
 
 SNAPSHOT = """
@@ -383,12 +305,3 @@ def test_snapshot_kernel_gathers_transposes_and_narrows() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_simulated_routing_is_refused_by_name(
-    bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
-    router = make_router(CASES["softmax"], None)
-    with pytest.raises(ValueError, match=r"RoutingSimulatorRouter \(layer model\.layers\.1\."):
-        bind({LAYER: router})
