@@ -20,7 +20,7 @@ from tests.behaviour.conftest import (
 )
 
 if TYPE_CHECKING:
-    from vllm import LLM, CompletionOutput, RequestOutput
+    from vllm import LLM, RequestOutput
 
 PROMPTS = [random_prompt(700 + i, n) for i, n in enumerate((5, 90, 33, 150, 64, 2))]
 
@@ -46,10 +46,6 @@ def generate(llm: LLM, *extra_args: dict[str, Any] | None) -> list[RequestOutput
     return ask(llm, *PROMPTS[: len(each)], each=each, logprobs=3)
 
 
-def generate_one(llm: LLM, prompt: list[int], **arguments: Any) -> CompletionOutput:
-    return ask(llm, prompt, **arguments)[0].outputs[0]
-
-
 def test_those_that_ask_get_rows_and_the_silent_none(llm: LLM, model: Path) -> None:
     asks = [True, False, True, None, True, None]
     outputs = generate(llm, *[{"return_routed_experts": own} for own in asks])
@@ -70,63 +66,12 @@ def test_tokens_and_logprobs_are_the_same_whoever_asks(llm: LLM, off: LLM) -> No
             assert got.outputs[0].logprobs == want.outputs[0].logprobs
 
 
+@pytest.mark.parametrize("spelling", ["fields", "extra_args"])
 @pytest.mark.parametrize("start", [0, 1, 89, 90])
-def test_rows_begin_where_asked(llm: LLM, model: Path, start: int) -> None:
-    asks = {"return_routed_experts": 1, "routed_experts_prompt_start": start}
-    output = generate(llm, None, asks)[1]
+def test_rows_begin_where_asked(llm: LLM, model: Path, start: int, spelling: str) -> None:
+    asks: Any = {"return_routed_experts": True, "routed_experts_prompt_start": start}
+    (output,) = ask(llm, PROMPTS[1], **(asks if spelling == "fields" else {"extra_args": asks}))
     assert_true_rows(model, PROMPTS[1], output.outputs[0], start)
-
-
-@pytest.mark.parametrize("start", [None, 0, 33, 90])
-def test_fields_of_the_sampling_parameters_ask_too(
-    llm: LLM, model: Path, start: int | None
-) -> None:
-    asks = {"return_routed_experts": True, "routed_experts_prompt_start": start}
-    completion = generate_one(llm, PROMPTS[1], **asks)
-    assert_true_rows(model, PROMPTS[1], completion, start or 0)
-
-
-def test_each_argument_may_have_its_own_spelling(llm: LLM, model: Path) -> None:
-    extra_args = {"return_routed_experts": True, "routed_experts_prompt_start": 7}
-    completion = generate_one(llm, PROMPTS[1], routed_experts_prompt_start=7, extra_args=extra_args)
-    assert_true_rows(model, PROMPTS[1], completion, 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "other"),
-    [("return_routed_experts", True, 0), ("routed_experts_prompt_start", 1, 0)],
-)
-def test_spellings_that_differ_are_refused_and_the_engine_goes_on(
-    llm: LLM, model: Path, name: str, value: int, other: int
-) -> None:
-    with pytest.raises(ValueError, match=f"{name} is given twice"):
-        generate_one(llm, PROMPTS[0], **{name: value}, extra_args={name: other})
-    completion = generate_one(llm, PROMPTS[0], return_routed_experts=True)
-    assert_true_rows(model, PROMPTS[0], completion)
-
-
-@pytest.mark.parametrize("spelling", ["field", "extra_args"])
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("return_routed_experts", "yes"),
-        ("return_routed_experts", 2),
-        ("routed_experts_prompt_start", 6),
-        ("routed_experts_prompt_start", True),
-        ("routed_experts_prompt_start", 2**65),
-        ("routed_experts_prompt_start", 1.0),
-    ],
-)
-def test_bad_argument_is_refused_and_the_engine_goes_on(
-    llm: LLM, model: Path, name: str, value: Any, spelling: str
-) -> None:
-    argument = {name: value}
-    with pytest.raises(ValueError, match=name):
-        generate_one(
-            llm, PROMPTS[0], **(argument if spelling == "field" else {"extra_args": argument})
-        )
-    asks = {"return_routed_experts": "true"}
-    assert_true_rows(model, PROMPTS[0], generate_one(llm, PROMPTS[0], extra_args=asks))
 
 
 def test_leftover_arguments_do_not_reach_a_worker_without_the_feature(off: LLM) -> None:
@@ -150,7 +95,7 @@ def test_leftover_arguments_do_not_reach_a_worker_without_the_feature(off: LLM) 
 
 def test_request_without_tokens_left_to_show_gets_an_empty_array(llm: LLM) -> None:
     asks = {"return_routed_experts": True, "routed_experts_prompt_start": 5}
-    completion = generate_one(llm, PROMPTS[0], max_tokens=1, **asks)
+    completion = ask(llm, PROMPTS[0], max_tokens=1, **asks)[0].outputs[0]
     assert completion.routed_experts.shape == (0, 4, 4)
     assert completion.routed_experts_start == 5
 
