@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 
 from tests.behaviour.conftest import ask, random_prompt, running
@@ -34,18 +33,3 @@ def test_engine_is_gone_with_its_block(checkpoint: Callable[..., Path]) -> None:
     assert threading.active_count() == threads
     assert not torch.distributed.is_initialized()
     assert psutil.Process().children() == children
-
-
-def test_variable_counts_for_the_next_engine(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepSeek's attention runs on a CPU only with a variable."""
-    with running(checkpoint()):
-        monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
-        with running(checkpoint("deepseek_v2")):
-            pass
-    monkeypatch.delenv("VLLM_MLA_DISABLE")
-    with pytest.raises(NotImplementedError, match="MLA"), running(checkpoint("deepseek_v2")):
-        pass
-    with running(checkpoint()):
-        pass
