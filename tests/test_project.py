@@ -142,12 +142,6 @@ def test_make_commands_in_prose_exist(name: str) -> None:
     assert named <= set(targets())
 
 
-def test_readme_names_the_two_commands_that_prove_it() -> None:
-    blocks = re.findall(r"```sh\n(.*?)```", read("README.md"), re.DOTALL)
-    commands = [[line.split("#")[0].strip() for line in block.splitlines()] for block in blocks]
-    assert ["make demo", "make test"] in commands
-
-
 def test_readme_names_the_pinned_release() -> None:
     release = tomllib.loads(read(f"patches/{PROJECT.line}/upstream.toml"))["release"]["version"]
     assert f"vLLM v{release}" in read("README.md").partition("```")[0]

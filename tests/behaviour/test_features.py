@@ -175,25 +175,6 @@ def test_rows_end_with_the_end_of_text_unless_it_is_ignored(engine: Engine) -> N
     assert_all_true(engine.model, [ended, ignored])
 
 
-def test_rows_behind_what_another_request_cached_are_true(engine: Engine) -> None:
-    prompt = random_prompt(110, 3 * BLOCK)
-    engine.ask([*prompt, *random_prompt(111, 50)], max_tokens=1)
-    (output,) = engine.ask([*prompt, *random_prompt(112, 5)])
-    engine.assert_cached(output, 3 * BLOCK)
-    assert_all_true(engine.model, [output])
-
-
-def test_rows_behind_what_a_silent_request_cached_are_true(engine: Engine) -> None:
-    """There are none: the prefix is computed again, once."""
-    prompt = random_prompt(115, 3 * BLOCK + 2)
-    (silent,) = engine.ask(prompt, extra_args={"return_routed_experts": False})
-    assert silent.outputs[0].routed_experts is None
-    (first,), (second,) = engine.ask(prompt), engine.ask(prompt)
-    assert first.num_cached_tokens == 0
-    engine.assert_cached(second, 3 * BLOCK)
-    assert_all_true(engine.model, [first, second])
-
-
 def collect(engine: Engine, prompts: dict[str, list[int]], steps: int, **sampling: Any) -> Any:
     """Run requests for some steps. Returns their tokens and rows so far."""
     from vllm.sampling_params import RequestOutputKind
