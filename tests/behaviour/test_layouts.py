@@ -66,12 +66,6 @@ def workers(model: Path, **options: Any) -> Iterator[LLM]:
     assert not alive
 
 
-@pytest.fixture(scope="module")
-def one_process(model: Path) -> Iterator[LLM]:
-    with running(model, enable_prefix_caching=False) as llm:
-        yield llm
-
-
 @pytest.fixture(scope="module", params=["tensor_parallel_size", "pipeline_parallel_size"])
 def two_workers(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with workers(model, **{request.param: 2}) as llm:
@@ -118,7 +112,7 @@ def ask_all(server: Server) -> list[Answer]:
         return [*pool.map(complete, PROMPTS), *pool.map(complete, PROMPTS)]
 
 
-def assert_same_as_one_process(one_process: LLM, model: Path, answers: list[Answer]) -> None:
+def assert_same_as_one_process(one_engine: LLM, model: Path, answers: list[Answer]) -> None:
     total = oracle.Comparison()
     for answer in answers:
         tokens = [*answer.prompt, *answer.token_ids]
@@ -126,7 +120,7 @@ def assert_same_as_one_process(one_process: LLM, model: Path, answers: list[Answ
         assert answer.start == 0
         assert answer.moe_layers == (0, 2, 3)
         assert len(answer.rows) == len(tokens) - 1
-        total += compare_with_one_engine(one_process, model, tokens, answer.rows)
+        total += compare_with_one_engine(one_engine, model, tokens, answer.rows)
     print(f"{total.rows // 2} rows, {total.excused} differences among ties")
     assert total.agree == total.rows, total.disagreements[0]
     # Where ties are common, agreeing says little.
@@ -141,12 +135,12 @@ def asking(answers: list[Answer]) -> list[Answer]:
 
 
 def test_rows_of_two_workers_are_those_of_one(
-    one_process: LLM, model: Path, two_workers: LLM
+    one_engine: LLM, model: Path, two_workers: LLM
 ) -> None:
     # The second time from the prefix cache.
     answers = [*generate(two_workers, PROMPTS), *generate(two_workers, PROMPTS)]
     assert len(scheduler_of(two_workers).routed_experts_manager) == 0
-    assert_same_as_one_process(one_process, model, asking(answers))
+    assert_same_as_one_process(one_engine, model, asking(answers))
 
 
 @contextmanager
@@ -179,7 +173,7 @@ def late(llm: LLM, rank: int, seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_is_late_changes_nothing(
-    one_process: LLM, model: Path, two_workers: LLM, rank: int
+    one_engine: LLM, model: Path, two_workers: LLM, rank: int
 ) -> None:
     """The other rank runs ahead as far as it can."""
     two_workers.reset_prefix_cache()
@@ -188,7 +182,7 @@ def test_rank_that_is_late_changes_nothing(
     with late(two_workers, rank, seconds=0.02):
         answers = generate(two_workers, PROMPTS)
     assert [a.token_ids for a in answers] == [a.token_ids for a in in_time]
-    assert_same_as_one_process(one_process, model, asking(answers))
+    assert_same_as_one_process(one_engine, model, asking(answers))
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +193,9 @@ def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_rows_of_two_ranks_are_those_of_one_process(
-    one_process: LLM, model: Path, two_ranks: Server
+    one_engine: LLM, model: Path, two_ranks: Server
 ) -> None:
-    assert_same_as_one_process(one_process, model, ask_all(two_ranks))
+    assert_same_as_one_process(one_engine, model, ask_all(two_ranks))
     rows = re.findall(
         r'^vllm:routed_experts_rows_total{engine="(\d)".*} ([\d.e+]+)$',
         two_ranks.get("/metrics"),
@@ -211,7 +205,7 @@ def test_rows_of_two_ranks_are_those_of_one_process(
 
 
 def test_client_that_reads_slowly_gets_all_its_rows(
-    one_process: LLM, model: Path, two_ranks: Server
+    one_engine: LLM, model: Path, two_ranks: Server
 ) -> None:
     """Meanwhile the engine answers others, before the first line is read."""
     body = {
@@ -227,7 +221,7 @@ def test_client_that_reads_slowly_gets_all_its_rows(
     (slow,) = client.join(PROMPTS[3], chunks)
     assert len(slow.token_ids) == 300
     answer = Answer(slow.prompt, slow.token_ids, slow.rows, slow.start, slow.moe_layers)
-    assert_same_as_one_process(one_process, model, [answer, *others])
+    assert_same_as_one_process(one_engine, model, [answer, *others])
 
 
 @contextmanager
@@ -244,7 +238,7 @@ def ready(first: Server, second: Server) -> Iterator[None]:
 
 
 def test_rows_of_two_nodes_of_the_image_are_those_of_one_process(
-    one_process: LLM, model: Path, tmp_path: Path
+    one_engine: LLM, model: Path, tmp_path: Path
 ) -> None:
     """The script of the image for nodes without Ray, each on an address of its own on loopback."""
     program = str(PROJECT.root / "deploy/image/dp-node.sh")
@@ -268,11 +262,11 @@ def test_rows_of_two_nodes_of_the_image_are_those_of_one_process(
         Kept(second, tmp_path / "1.log", place(1)),
         Server(model, tmp_path / "0.log", arguments, place(0), program=[program]) as server,
     ):
-        assert_same_as_one_process(one_process, model, ask_all(server))
+        assert_same_as_one_process(one_engine, model, ask_all(server))
 
 
 def test_rows_of_ranks_behind_an_external_load_balancer_are_those_of_one_process(
-    one_process: LLM, model: Path, tmp_path: Path
+    one_engine: LLM, model: Path, tmp_path: Path
 ) -> None:
     """A server for each rank: the ranks meet in every step, their clients do not."""
     arguments = [
@@ -295,11 +289,11 @@ def test_rows_of_ranks_behind_an_external_load_balancer_are_those_of_one_process
         alone = [server.generate(PROMPTS[0], max_tokens=3) for server in servers]
         with ThreadPoolExecutor(len(servers)) as pool:
             together = [answer for answers in pool.map(ask_all, servers) for answer in answers]
-    assert_same_as_one_process(one_process, model, [*alone, *together])
+    assert_same_as_one_process(one_engine, model, [*alone, *together])
 
 
 def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
-    one_process: LLM, model: Path, tmp_path: Path
+    one_engine: LLM, model: Path, tmp_path: Path
 ) -> None:
     """Two nodes of one machine, which communicate through sockets."""
     arguments = [
@@ -316,7 +310,7 @@ def test_rows_of_a_pipeline_over_two_nodes_are_those_of_one_process(
     first, second = node(0), node(1, "--headless")
     with Kept(second.command, second.log, second.env), first:
         answers = ask_all(first)
-    assert_same_as_one_process(one_process, model, answers)
+    assert_same_as_one_process(one_engine, model, answers)
 
 
 @pytest.mark.parametrize("feature", [True, False], ids=["on", "off"])
