@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Received KV has no rows: its tokens are computed again, or the rows begin after it. End to end
-with two connectors of vLLM, ExampleConnector (files) and OffloadingConnector, and with one that
-keeps KV in memory and can lose a block."""
+with two connectors of vLLM: OffloadingConnector, and ExampleConnector (files), made to lose
+blocks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ RECEIVES = {**ASKS, "kv_transfer_params": {"do_remote_prefill": True}}
 SILENT: dict[str, Any] = {}
 
 CONNECTORS: dict[str, dict[str, Any]] = {
-    "memory": {
-        "kv_connector": "MemoryConnector",
-        "kv_connector_module_path": "tests.behaviour.memory_connector",
+    "example": {
+        "kv_connector": "LosingConnector",
+        "kv_connector_module_path": "tests.behaviour.losing_connector",
         "kv_load_failure_policy": "recompute",
     },
-    "example": {"kv_connector": "ExampleConnector"},
     "offloading": {
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {
@@ -51,7 +50,7 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 
 # All connectors with the prefix cache, and one without.
 CACHING = [pytest.param((name, True), id=name) for name in CONNECTORS]
-WITHOUT = pytest.param(("memory", False), id="memory without prefix cache")
+WITHOUT = pytest.param(("example", False), id="example without prefix cache")
 
 
 @pytest.fixture(scope="module", params=[*CACHING, WITHOUT])
@@ -170,9 +169,11 @@ def test_received_prefix_serves_a_longer_prompt_later(llm: LLM, model: Path) -> 
 @pytest.mark.parametrize("llm", [CACHING[0], WITHOUT], indirect=True)
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_tokens_that_failed_to_load_are_computed(llm: LLM, model: Path, lost: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
     prompt = random_prompt(60 + lost, LENGTH)
     save(llm, prompt)
-    scheduler_of(llm).connector.lose = lost
+    get_kv_transfer_group().lose = lost
     (output,) = generate(llm, prompt, ways=[RECEIVES])
     assert_true_rows(model, prompt, output.outputs[0], start=lost * BLOCK)
     # Nothing of the failed step is in the store.
