@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.behaviour.conftest import (
     BLOCK,
@@ -58,20 +64,19 @@ def repetitive_prompt(seed: int, length: int) -> list[int]:
     return list(itertools.islice(itertools.cycle(random_prompt(seed, 9)), length))
 
 
+def copy_with_large_embedding(target: Path, path: Path) -> dict[str, torch.Tensor]:
+    """Copy a checkpoint. Returns its weights, with a larger embedding, for the copy."""
+    shutil.copytree(target, path)
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= EMBEDDING_SCALE
+    return weights
+
+
 def make_draft_layer(target: Path, path: Path) -> Path:
     """A copy of a GLM-4-MoE checkpoint with an MTP layer, which drafts what the target
     would say if its layers did little."""
-    import torch
-    import transformers
-    from safetensors.torch import load_file, save_file
-    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
-
-    path.mkdir()
-    for file in target.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(target / "model.safetensors")
-    weights["model.embed_tokens.weight"] *= EMBEDDING_SCALE
-    config = transformers.AutoConfig.from_pretrained(target)
+    weights = copy_with_large_embedding(target, path)
+    config = AutoConfig.from_pretrained(target)
     size = config.hidden_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -101,17 +106,8 @@ def make_draft_layer(target: Path, path: Path) -> Path:
 def make_eagle(target: Path, directory: Path) -> tuple[Path, Path]:
     """A copy of a checkpoint, and an EAGLE model of one Llama layer, which drafts what the copy
     would say if its layers did little."""
-    import torch
-    from safetensors.torch import load_file, save_file
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
     model, eagle = directory / "model", directory / "eagle"
-    model.mkdir()
-    for file in target.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    weights = load_file(target / "model.safetensors")
-    weights["model.embed_tokens.weight"] *= EMBEDDING_SCALE
+    weights = copy_with_large_embedding(target, model)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
     settings = json.loads((target / "config.json").read_text())
