@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import Toy
-from tools.common.errors import ToolError
 from tools.common.pin import Project
 from tools.source.download import fetch
 
@@ -200,10 +199,3 @@ def test_offline_asks_no_index(empty: Toy, index: Index, words: tuple[str, ...])
 def test_a_missing_wheelhouse_is_refused(empty: Toy) -> None:
     missing = str(empty.root / "missing")
     assert "no such wheelhouse" in empty.refuse("source", "fetch", "--wheelhouse", missing)
-
-
-def test_an_offline_project_never_downloads(tmp_path: Path, empty: Toy) -> None:
-    pinned = Project(empty.root).pin.source
-    with pytest.raises(ToolError, match="forbids the network"):
-        fetch(pinned, Project(tmp_path / "elsewhere", offline=True))
-    assert not (tmp_path / "elsewhere").exists()

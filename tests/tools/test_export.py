@@ -27,10 +27,6 @@ def test_apply_after_export_gives_the_tree_back(toy: Toy, empty: Toy) -> None:
     assert git(empty.tree, "rev-parse", "HEAD^{tree}") == git(toy.tree, "rev-parse", "HEAD^{tree}")
 
 
-def test_a_patch_is_named_for_its_whole_subject_without_its_tags(toy: Toy) -> None:
-    assert (toy.patches / "series").read_text().splitlines() == NAMES
-
-
 def test_patches_hold_nothing_that_changes_by_itself(toy: Toy) -> None:
     text = (toy.patches / NAMES[1]).read_text()
     lines = text.splitlines()
@@ -95,10 +91,6 @@ def test_check_fails_with_the_number_and_the_names_and_writes_nothing(toy: Toy) 
     assert error.startswith("error: 3 files of the series are not what the build tree exports")
     assert error.split()[-3:] == [NAMES[1], "one-more.patch", "series"]
     assert toy.snapshot() == before
-
-
-def test_check_passes_on_what_was_exported(toy: Toy) -> None:
-    toy.do("series", "export", "--check")
 
 
 def test_check_fails_on_a_header_edited_by_hand(toy: Toy) -> None:

@@ -93,7 +93,7 @@ def test_a_cached_file_of_another_size_is_refused_and_left_alone(empty: Toy) -> 
     ("name", "link", "said"),
     [
         (f"vllm-{VERSION}/../../escaped", None, "leaves the tree"),
-        ("/tmp/escaped-from-an-archive", None, "does not hold one directory"),
+        ("/tmp/escaped-from-an-archive", None, "does not give the pinned tree"),
         (f"vllm-{VERSION}/link", "../../escaped", "leaves the tree"),
         (f"vllm-{VERSION}/link", "/etc", "leaves the tree"),
         (f"vllm-{VERSION}/link", "README.md", "does not give the pinned tree"),

@@ -204,6 +204,7 @@ def test_the_bill_of_materials_names_every_ingredient_by_digest(toy: Toy) -> Non
     text = contents(build(toy))[f"{DIST_INFO}/sboms/vllm-routed-experts.cdx.json"]
     bom = json.loads(text)
     assert bom["bomFormat"] == "CycloneDX"
+    assert bom["serialNumber"].startswith("urn:uuid:")
     found = {part["name"]: part["hashes"][0]["content"] for part in bom["components"]}
     files = {f"patches/{toy.line}/{name}": toy.patches / name for name in NAMES}
     files |= {toy.archive.name: toy.archive, base_of(toy).name: base_of(toy)}

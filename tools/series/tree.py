@@ -4,7 +4,6 @@
 Refs and a record beside them tell which commits the patches reproduce.
 """
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from typing import NamedTuple
 from backports import tarfile
 
 from tools.common.errors import ToolError
-from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Pin, Project
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
@@ -50,17 +48,22 @@ def identity(
 def unpack_source(archive: Path, archive_only: Sequence[str], into: Path) -> tuple[Git, str]:
     """A fresh repository in the empty directory ``into`` with the archive's files staged.
 
-    Returns it and the id of their tree; ``archive_only`` is left out.
+    Returns it and the id of their tree. The archive's top directory and ``archive_only`` are left
+    out.
     """
-    with staging(into) as scratch:
-        top = unpack(archive, scratch)
-        for path in (top / name for name in archive_only):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        for child in top.iterdir():
-            child.rename(into / child.name)
+
+    def below_top(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
+        name = member.name.partition("/")[2]
+        if not name or f"{name}/".startswith(tuple(f"{only}/" for only in archive_only)):
+            return None
+        return tarfile.data_filter(member.replace(name=name, deep=False), place)
+
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(into, filter=below_top)
+    except tarfile.FilterError as error:
+        what, step = "a member of the archive leaves the tree", "check [source] in upstream.toml"
+        raise ToolError(what, archive, found=error, next_step=step) from error
     git = Git(into)
     git.init(BRANCH)
     # --force: the release tracks files that its own .gitignore names.
@@ -172,19 +175,3 @@ def refuse_unaccounted(git: Git) -> None:
             next_step="keep them: python -m tools series export; or lose them: --discard",
             details=map(git.oneline, lost),
         )
-
-
-def unpack(archive: Path, into: Path) -> Path:
-    """Unpack into an empty directory; return the archive's one top directory."""
-    try:
-        with tarfile.open(archive) as tar:
-            tar.extractall(into, filter="data")
-    except tarfile.FilterError as error:
-        what = "a member of the archive leaves the tree"
-        step = "nothing was unpacked; check [source] in upstream.toml"
-        raise ToolError(what, archive, found=error, next_step=step) from error
-    tops = sorted(into.iterdir())
-    if len(tops) != 1:
-        what = "the archive does not hold one directory"
-        raise ToolError(what, archive, "1", ", ".join(path.name for path in tops) or "nothing")
-    return tops[0]

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from packaging.tags import Tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 from unearth import Link, PackageFinder
@@ -30,15 +29,6 @@ class IndexFile:
     @property
     def filename(self) -> str:
         return self.link.filename
-
-    @property
-    def wheel(self) -> tuple[tuple[int, str], frozenset[Tag]] | None:
-        """Build number and tags of a wheel; None for anything else."""
-        try:
-            _, _, build, tags = parse_wheel_filename(self.filename)
-        except InvalidWheelFilename:
-            return None
-        return (build[0], build[1]) if build else (0, ""), tags
 
 
 @contextmanager
@@ -104,11 +94,14 @@ def like_wheel(files: Sequence[IndexFile], tag: str) -> IndexFile | None:
 
     The tags may name other versions of the C library. Of several builds the last is taken.
     """
-    found = [
-        (file.wheel[0], tag in map(str, file.wheel[1]), file.filename, file)
-        for file in files
-        if file.wheel and any(_platform(str(one)) == _platform(tag) for one in file.wheel[1])
-    ]
+    found = []
+    for file in files:
+        try:
+            _, _, build, tags = parse_wheel_filename(file.filename)
+        except InvalidWheelFilename:
+            continue
+        if any(_platform(str(one)) == _platform(tag) for one in tags):
+            found.append((build or (0, ""), tag in map(str, tags), file.filename, file))
     return max(found)[-1] if found else None
 
 
