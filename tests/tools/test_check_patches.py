@@ -236,7 +236,7 @@ def test_the_record_shows_what_failed() -> None:
     findings = {**dict.fromkeys(CHECKS, good), LINTERS: bad}
     record = check_patches.render([("rows.patch", findings)], "Title", "About.")
     assert "| `rows.patch` | fine | **ruff check** | fine | fine |" in record
-    assert "`rows.patch`, linters:\n\n```text\nE501 Line too long\n```\n" in record
+    assert "`rows.patch`, linters: ruff check\n\n```text\nE501 Line too long\n```\n" in record
 
 
 def test_kernels_come_from_the_wheel_and_later_patches_modules_do_not(series: Toy) -> None:

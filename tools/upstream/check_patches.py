@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,19 +132,10 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         )
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(render(rows, title, about), encoding="utf-8")
-    failed = [
-        f"{name}, {check}: {found.said}\n{found.details}"
-        for name, findings in rows
-        for check, found in findings.items()
-        if not found.good
-    ]
+    failed = [line for name, findings in rows for line in tell_failed(findings, f"{name}, ")]
     if failed:
-        raise ToolError(
-            f"{len(failed)} checks of patches failed",
-            where=arguments.out,
-            next_step="correct the patch (CONTRIBUTING.md, Editing a patch), run it again",
-            details="\n".join(failed).splitlines(),
-        )
+        step = "correct the patch (CONTRIBUTING.md, Editing a patch), run it again"
+        raise ToolError("checks of patches failed", arguments.out, next_step=step, details=failed)
     print(f"series: {len(rows)} patches pass {'alone' if arguments.alone else 'in their places'}")
 
 
@@ -375,16 +366,22 @@ def _tail(text: str, lines: int = 12) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
+def tell_failed(findings: Mapping[str, Finding], whose: str = "") -> list[str]:
+    """What the failed checks said, as Markdown."""
+    lines = []
+    for check, found in findings.items():
+        if not found.good:
+            lines += [f"{whose}{check}: {found.said}", "", "```text", found.details, "```", ""]
+    return lines
+
+
 def render(rows: Iterable[tuple[str, dict[str, Finding]]], title: str, about: str) -> str:
     """The record of all checks, as Markdown: a row for each patch by file name."""
     cells, details = [], []
     for name, findings in rows:
-        cells.append([f"`{name}`"])
-        for check in CHECKS:
-            found = findings[check]
-            cells[-1].append(found.said if found.good else f"**{found.said}**")
-            if not found.good:
-                details += [f"`{name}`, {check}:", "", "```text", found.details, "```", ""]
+        said = [f.said if f.good else f"**{f.said}**" for f in findings.values()]
+        cells.append([f"`{name}`", *said])
+        details += tell_failed(findings, f"`{name}`, ")
     titles = ["Patch", *(check.capitalize() for check in CHECKS)]
     lines = [f"# {title}", "", about, "", *table(titles, cells)]
     if details:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tools.common.cli import table
 from tools.common.git import Git
 from tools.series.patch import OWN_HEADER, PROJECT_EMAIL, Patch
-from tools.upstream.check_patches import Finding
+from tools.upstream.check_patches import Finding, tell_failed
 from tools.upstream.testrun import is_test_file
 
 _TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
@@ -104,12 +104,9 @@ def _parts(patch: Patch) -> tuple[str, str]:
 def _results(findings: Mapping[str, Finding], label: str) -> list[str]:
     if not findings:
         return [f"... (not run on this branch yet: run the plan on {label}, put the output here)"]
-    rows, more = [], []
-    for check, found in findings.items():
-        rows.append((check, found.said if found.good else f"**failed**: {found.said}"))
-        if not found.good:
-            more += ["", f"{check}:", "", "```text", found.details, "```"]
-    return [f"On {label}, on a CPU:", "", *table(("Check", "Result"), rows), *more]
+    rows = [(c, f.said if f.good else f"**failed**: {f.said}") for c, f in findings.items()]
+    cells = table(("Check", "Result"), rows)
+    return [f"On {label}, on a CPU:", "", *cells, "", *tell_failed(findings)]
 
 
 def _checklist(git: Git, base: str) -> str:
