@@ -107,16 +107,12 @@ def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
                 free.remove(like)
     chosen = [names.get(i, f"{slug(draft.subject)}.patch") for i, draft in enumerate(drafts)]
     # The name of a removed patch may be taken again; two patches of one export may not clash.
-    for name in chosen:
-        if chosen.count(name) > 1 or name == ".patch":
-            pairs = zip(drafts, chosen, strict=True)
-            raise ToolError(
-                "two patches would have the same file name" if name != ".patch" else "no name",
-                where=name,
-                expected="subjects that differ",
-                found=" / ".join(draft.subject for draft, other in pairs if other == name),
-                next_step="reword one: in the build tree, git rebase -i refs/re/base",
-            )
+    if bad := [name for name in chosen if chosen.count(name) > 1 or name == ".patch"]:
+        what = "no name" if bad[0] == ".patch" else "two patches would have the same file name"
+        pairs = zip(drafts, chosen, strict=True)
+        found = " / ".join(draft.subject for draft, name in pairs if name == bad[0])
+        step = "reword one: in the build tree, git rebase -i refs/re/base"
+        raise ToolError(what, bad[0], "subjects that differ", found, step)
     return chosen
 
 

@@ -207,12 +207,9 @@ class Checker:
         if git.run("cherry-pick", *commits, accept=(0, 1)).returncode:
             found = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
             git.run("cherry-pick", "--abort")
-            raise ToolError(
-                "a patch does not apply to the release with what it needs",
-                where=name,
-                found=f"conflicts in {found}",
-                next_step="name the patch that it stands on in its Needs:, or change it",
-            )
+            what = "a patch does not apply to the release with what it needs"
+            step = "name the patch that it stands on in its Needs:, or change it"
+            raise ToolError(what, name, found=f"conflicts in {found}", next_step=step)
         self._at = git.text("rev-parse", "HEAD")
         return Place(git.text("rev-parse", f"{self._at}~1"), self._at)
 
