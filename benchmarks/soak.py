@@ -92,7 +92,7 @@ class Load:
         elif kind < 0.4:
             sampling["extra_args"] = {"return_routed_experts": False}
             body = {"token_ids": prompt, "sampling_params": sampling}
-            reply = httpx.post(self.url + PATH, json=body, trust_env=False, timeout=120)
+            reply = httpx.post(self.url + PATH, json=body, trust_env=False, timeout=600)
             (choice,) = reply.raise_for_status().json()["choices"]
             if len(choice["token_ids"]) != sampling["max_tokens"] or "routed_experts" in choice:
                 raise ValueError(f"a silent answer has {sorted(choice)}")
@@ -100,7 +100,7 @@ class Load:
                 self.silent += 1
         else:
             # It has checked that no row is missing.
-            (completion,) = generate(self.url, prompt, sampling, stream=stream, timeout_s=120)
+            (completion,) = generate(self.url, prompt, sampling, stream=stream)
             if completion.start or len(completion.token_ids) != sampling["max_tokens"]:
                 raise ValueError(f"rows begin at {completion.start}, or tokens are missing")
             with self._lock:
@@ -112,7 +112,7 @@ class Load:
     def _leave(self, rng: np.random.Generator, body: dict[str, Any]) -> None:
         """Close the connection in the middle of a long answer, or before it."""
         body["sampling_params"]["max_tokens"] = 200
-        timeout = 120 if body["stream"] else float(rng.uniform(0.02, 1))
+        timeout = 600 if body["stream"] else float(rng.uniform(0.02, 1))
         request = {"json": body, "trust_env": False, "timeout": timeout}
         with (
             suppress(httpx.ReadTimeout),
@@ -223,12 +223,8 @@ def run(minutes: float, out: Path) -> None:
     """
     out.mkdir(parents=True, exist_ok=True)
     model = make_checkpoint(out / "checkpoint")
-    pair = []
-    for number, role in enumerate((disaggregated.PREFILL, disaggregated.DECODE)):
-        arguments, environment = disaggregated.nixl(role)
-        # A core each: threads that wait for each other stall on a busy machine.
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(number % (os.cpu_count() or 1))
-        pair.append(Server(model, out / f"{role}.log", arguments, environment))
+    roles = (disaggregated.PREFILL, disaggregated.DECODE)
+    pair = [Server(model, out / f"{role}.log", *disaggregated.nixl(role)) for role in roles]
     prefill, decode = pair
     with prefill, decode, proxy.running(prefill.url, decode.url) as url:
         processes = [process for server in pair for process in tree(server)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -39,7 +40,10 @@ def nixl(role: str) -> tuple[list[str], dict[str, str]]:
     Args:
         role: `PREFILL` or `DECODE`.
     """
+    cores = sorted(os.sched_getaffinity(0))
     environment = {
+        # A core each: threads that wait for each other stall on a busy machine.
+        "VLLM_CPU_OMP_THREADS_BIND": str(cores[0] if role == PREFILL else cores[-1]),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(GIVEN_UP),
