@@ -5,10 +5,10 @@
 
 NIXL sends the KV between two `vllm serve` on loopback. Six clients ask the proxy for random
 prompts, half of them with a prefix of another; answers are whole or streamed, with or without rows.
-Every fourth client leaves: in the middle of its stream, or after a random time. Each answer must
-have the rows of all its positions, and every tenth is compared with Hugging Face transformers. In
-the end no request and no KV block is held, the engines' memory has not grown, and no process is
-left. DIR gets the record, `soak.json`, `soak.md` and `soak.png`.
+Clients leave one answer in four: in the middle of its stream, or after a random time. Each other
+answer must have the rows of all its positions, and every tenth is compared with Hugging Face
+transformers. In the end no request and no KV block is held, the engines' memory has not grown, and
+no process is left. DIR gets the record: `soak.json`, `soak.md` and `soak.png`.
 
 Exit status: 0 all held; 1 something did not, or no answer; the output says what.
 """
@@ -16,6 +16,7 @@ Exit status: 0 all held; 1 something did not, or no answer; the output says what
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -66,14 +67,16 @@ class Load:
 
     def _client(self, number: int) -> None:
         rng = np.random.default_rng([1, number])
-        while time.monotonic() < self.end and len(self.faults) < 20:
+        for request in itertools.count(number):
+            if time.monotonic() > self.end or len(self.faults) > 20:
+                return
             try:
-                self._ask(rng)
+                self._ask(rng, leaves=request % 4 == 0)
             except (RoutedExpertsError, httpx.HTTPError, KeyError, ValueError) as e:
                 with self._lock:
                     self.faults.append(f"{type(e).__name__}: {e}")
 
-    def _ask(self, rng: np.random.Generator) -> None:
+    def _ask(self, rng: np.random.Generator, leaves: bool) -> None:
         prompt = self._tokens(rng, int(rng.integers(1, 150)))
         if rng.random() < 0.5:
             prefix = self.prefixes[rng.integers(len(self.prefixes))]
@@ -84,12 +87,11 @@ class Load:
             "ignore_eos": True,
         }
         stream = bool(rng.random() < 0.5)
-        kind = rng.random()
-        if kind < 0.25:
+        if leaves:
             self._leave(rng, {"token_ids": prompt, "sampling_params": sampling, "stream": stream})
             with self._lock:
                 self.left += 1
-        elif kind < 0.4:
+        elif rng.random() < 0.2:
             sampling["extra_args"] = {"return_routed_experts": False}
             body = {"token_ids": prompt, "sampling_params": sampling}
             reply = httpx.post(self.url + PATH, json=body, trust_env=False, timeout=600)
@@ -239,7 +241,7 @@ def run(minutes: float, out: Path) -> None:
     report = [
         "# A soak through the prefill/decode proxy\n",
         f"`python -m benchmarks.soak --minutes {minutes:g}` on {os.cpu_count()} cores, vLLM "
-        f"{version}; NIXL over loopback, {CLIENTS} clients, one in four leaves.\n",
+        f"{version}; NIXL over loopback, {CLIENTS} clients, which leave one answer in four.\n",
         table(
             ["What", "How many"],
             [
