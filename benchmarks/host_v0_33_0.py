@@ -8,7 +8,7 @@ It needs no GPU. Scheduler, both sides of the connector and message encoding of 
 and of the release run with generated tokens and random rows in the shape of DeepSeek-V3: 61 layers,
 top-8, one byte per id. Builds take turns, each time in a new process. Times are processor time of
 the process, and include the threads that store rows and those of sockets. Not measured: capture on
-the GPU, garbage collection, and the front end's work after it decoded a message.
+the GPU, garbage collection, and the front end's work after each output has its rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ from harness.stand_ins import model_config
 ROOT = Path(__file__).resolve().parents[1]
 PRISTINE = ROOT / "build/v0.33.0/pristine/site"
 LAYERS, TOP_K, BLOCK = 61, 8, 16
-PARTS = ("scheduler", "worker", "worker to scheduler", "to the front end")
+PARTS = (
+    "scheduler",
+    "scheduler to worker",
+    "worker",
+    "worker to scheduler",
+    "to the front end",
+)
 # Each way to run: whether the release runs, the flag is on, and requests ask.
 KINDS = {
     "release, flag off": (True, False, None),
@@ -51,9 +57,7 @@ class Engine:
     def __init__(self, requests: int, prompt: int, flag: bool, asks: bool | None) -> None:
         import torch
         import zmq
-        from vllm import envs
         from vllm.config import DeviceConfig, VllmConfig
-        from vllm.distributed.aux_output_connector import connector
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -91,12 +95,7 @@ class Engine:
         rng = np.random.default_rng(0)
         self.rows = rng.integers(256, size=(requests * prompt, LAYERS, TOP_K), dtype=np.uint8)
         self.connector = self._make_connector(config, kv_cache) if flag else None
-        # As the engine core does: the series has a threshold of its own.
-        threshold = max(
-            envs.VLLM_MSGPACK_ZERO_COPY_THRESHOLD,
-            getattr(connector, "SMALL_OUTPUT_NBYTES", 0) if flag else 0,
-        )
-        self.encoder = MsgpackEncoder(threshold)
+        self.encoder = MsgpackEncoder()
         self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.send_frames = EngineCoreProc._send_msg_tracking_payload
         context = zmq.Context()
@@ -158,7 +157,8 @@ class Engine:
 
     def step(self) -> None:
         scheduled = self.timed("scheduler", self.scheduler.schedule)
-        output = self.timed("worker", lambda: self.run(scheduled))
+        scheduled_there = self.timed("scheduler to worker", lambda: send(scheduled))
+        output = self.run(scheduled_there)
         output = self.timed("worker to scheduler", lambda: send(output))
         outputs = self.timed(
             "scheduler", lambda: self.scheduler.update_from_output(scheduled, output)
@@ -168,7 +168,10 @@ class Engine:
     def encode(self, messages: Iterable[Any]) -> None:
         for message in messages:
             self.send_frames(self.sender, self.encoder.encode(message))
-            self.decoder.decode(self.receiver.recv_multipart(copy=False))
+            received = self.decoder.decode(self.receiver.recv_multipart(copy=False))
+            # In the release they come with each output.
+            if hasattr(received, "split_routed_experts"):
+                received.split_routed_experts()
 
     def run(self, scheduled: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput
@@ -179,25 +182,30 @@ class Engine:
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             sampled_token_ids=[[7]] * len(req_ids),
         )
-        if self.connector is None:
-            return output
-        self.connector.begin_step(scheduled.aux_output_connector_metadata)
-        counts = list(scheduled.num_scheduled_tokens.values())
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        cached = scheduled.scheduled_cached_reqs
-        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        pending = self.connector.prepare_output(
-            SimpleNamespace(
+        if self.connector is not None:
+            counts = list(scheduled.num_scheduled_tokens.values())
+            starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+            cached = scheduled.scheduled_cached_reqs
+            starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            batch = SimpleNamespace(
                 req_ids=req_ids,
                 query_start_loc_np=np.cumsum([0, *counts]),
                 num_computed_tokens_np=np.array([starts[req_id] for req_id in req_ids]),
             )
-        )
-        if pending is not None:
-            ones = np.ones(len(req_ids), np.int32)
-            pending.enqueue_cpu_copy(ones, ones - 1)
-            output.aux_output_connector_output = pending.process_output()
+            metadata = scheduled.aux_output_connector_metadata
+            output.aux_output_connector_output = self.timed(
+                "worker", lambda: self.take_rows(metadata, batch)
+            )
         return output
+
+    def take_rows(self, metadata: Any, batch: SimpleNamespace) -> Any:
+        self.connector.begin_step(metadata)
+        pending = self.connector.prepare_output(batch)
+        if pending is None:
+            return None
+        ones = np.ones(len(batch.req_ids), np.int32)
+        pending.enqueue_cpu_copy(ones, ones - 1)
+        return pending.process_output()
 
 
 def send(output: Any) -> Any:
