@@ -6,9 +6,12 @@
 
 It needs no GPU. Scheduler, both sides of the connector and message encoding of the installed series
 and of the release run with generated tokens and random rows in the shape of DeepSeek-V3: 61 layers,
-top-8, one byte per id. Builds take turns, each time in a new process. Times are processor time of
-the process, and include the threads that store rows and those of sockets. Not measured: capture on
-the GPU, garbage collection, and the front end's work after each output has its rows.
+top-8, one byte per id. Builds take turns, each time in a new process, in which engines without and
+with rows take turns, step by step: other work on the machine changes both. All requests fill
+their blocks in the same steps, so each of a block's steps has a median of its own, and these are
+averaged. Times are processor time of the process, and include the threads that store rows and those
+of sockets. Not measured: capture on the GPU, garbage collection, and the front end's work after each
+output has its rows.
 """
 
 from __future__ import annotations
@@ -42,12 +45,10 @@ PARTS = (
     "worker to scheduler",
     "to the front end",
 )
-# Each way to run: whether the release runs, the flag is on, and requests ask.
-KINDS = {
-    "release, flag off": (True, False, None),
-    "release, flag on": (True, True, None),
-    "series, nobody asks": (False, True, False),
-    "series, all ask": (False, True, True),
+# The engines of each build: whether the flag is on, and requests ask.
+ENGINES = {
+    "release": {"flag off": (False, None), "flag on": (True, None)},
+    "series": {"flag off": (False, None), "nobody asks": (True, False), "all ask": (True, True)},
 }
 
 
@@ -102,7 +103,7 @@ class Engine:
         self.sender, self.receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket in (self.sender, self.receiver):
             socket.set_hwm(0)
-        path = f"ipc://@vllm-host-{os.getpid()}"  # an abstract socket, without a file
+        path = f"ipc://@vllm-host-{os.getpid()}-{id(self)}"  # an abstract socket, without a file
         self.receiver.bind(path)
         self.sender.connect(path)
         self.spent = dict.fromkeys(PARTS, 0.0)
@@ -215,41 +216,53 @@ def send(output: Any) -> Any:
     return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
 
 
-def measure(kind: str, requests: int, prompt: int, steps: int) -> dict[str, float]:
-    """Milliseconds a decode step, by part."""
-    _, flag, asks = KINDS[kind]
-    engine = Engine(requests, prompt, flag, asks)
-    for _ in range(3):
-        engine.step()
-    engine.spent = dict.fromkeys(PARTS, 0.0)
+def measure(build: str, requests: int, prompt: int, steps: int) -> dict[str, list[list[float]]]:
+    """Milliseconds of each decode step by engine, and by part."""
+    engines = {
+        name: Engine(requests, prompt, flag, asks) for name, (flag, asks) in ENGINES[build].items()
+    }
+    for engine in engines.values():
+        for _ in range(3):
+            engine.step()
     gc.collect()
     gc.disable()
+    found: dict[str, list[list[float]]] = {name: [] for name in engines}
     for _ in range(steps):
-        engine.step()
-    return {part: 1e3 * spent / steps for part, spent in engine.spent.items()}
+        for name, engine in engines.items():
+            engine.spent = dict.fromkeys(PARTS, 0.0)
+            engine.step()
+            found[name].append([1e3 * spent for spent in engine.spent.values()])
+    return found
+
+
+def average(steps: np.ndarray) -> np.ndarray:
+    """Of (steps, ...): the mean over a block's steps, each the median of its repetitions."""
+    rounds = steps.reshape(-1, BLOCK, *steps.shape[1:])
+    return np.median(rounds, axis=0).mean(axis=0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps of each process")
+    parser.add_argument("--blocks", type=int, default=4, help="of 16 decode steps, in each process")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="Markdown file to write")
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--build", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.kind:
-        print(json.dumps(measure(args.kind, args.requests, args.prompt, args.steps)))
+    if args.build:
+        found = measure(args.build, args.requests, args.prompt, args.blocks * BLOCK)
+        print(json.dumps(found))
         return
     if not PRISTINE.is_dir():
         sys.exit(f"error: no release in {PRISTINE}: run make demo-pristine ON=v0.33.0")
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    times: dict[tuple[str, str], list[list[float]]] = {}
     for _ in range(args.rounds):
-        for kind, (release, _, _) in KINDS.items():
-            command = [sys.executable, "-m", "benchmarks.host_v0_33_0", "--kind", kind]
-            for name in ("requests", "prompt", "steps"):
+        for build in ENGINES:
+            command = [sys.executable, "-m", "benchmarks.host_v0_33_0", "--build", build]
+            for name in ("requests", "prompt", "blocks"):
                 command += [f"--{name}", str(getattr(args, name))]
-            path = os.pathsep.join([*([str(PRISTINE)] if release else []), str(ROOT)])
+            path = os.pathsep.join([*([str(PRISTINE)] if build == "release" else []), str(ROOT)])
             done = subprocess.run(
                 command,
                 cwd=ROOT,
@@ -258,26 +271,31 @@ def main() -> None:
                 text=True,
                 check=True,
             )
-            found[kind].append(json.loads(done.stdout.splitlines()[-1]))
-    best = {
-        kind: {part: min(run[part] for run in runs) for part in PARTS}
-        for kind, runs in found.items()
-    }
-    off = sum(best["release, flag off"].values())
+            for name, steps in json.loads(done.stdout.splitlines()[-1]).items():
+                times.setdefault((build, name), []).extend(steps)
     lines = [
         "# Host time of a decode step on the line v0.33.0",
         "",
         f"{args.requests} decodes, {LAYERS} layers, top-{TOP_K}; milliseconds of processor time a "
-        f"step, the least of {args.rounds} runs of {args.steps} steps each, builds in turns. "
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores.",
+        f"step, {args.rounds} processes of {args.blocks * BLOCK} steps for each build. "
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[1]:.0f}.",
         "",
-        f"| | {' | '.join(PARTS)} | all | more than the release, flag off |",
-        f"| --- |{' --- |' * (len(PARTS) + 2)}",
+        "The first row of a build is the time, the others are what they take more at that step.",
+        "",
+        f"| | {' | '.join(PARTS)} | **all** |",
+        f"| --- |{' --- |' * (len(PARTS) + 1)}",
     ]
-    for kind, parts in best.items():
-        total = sum(parts.values())
-        cells = [f"{value:.2f}" for value in [*parts.values(), total]]
-        lines.append(f"| {kind} | {' | '.join(cells)} | {total - off:+.2f} |")
+    for (build, name), steps in times.items():
+        rows = np.array(steps)
+        off = np.array(times[build, "flag off"])
+        if name != "flag off":
+            rows = rows - off
+        cells = [
+            f"{value:.2f}" if name == "flag off" else f"{value:+.2f}"
+            for value in [*average(rows), average(rows.sum(axis=1))]
+        ]
+        lines.append(f"| {build}, {name} | {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if args.out:
