@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor and pipeline parallel servers of this line return true rows, and none to those who decline.
+
+Prompts are those of the first line's `tests/behaviour/test_layouts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.server import Answer, Server
+from tests.behaviour.conftest import CHUNK, assert_rows
+from tests.behaviour.test_layouts import BOTH_CORES, MAX_TOKENS, PROMPTS, SILENT
+
+pytestmark = pytest.mark.slow
+
+LINE = Path(__file__).parent.name
+# Addresses of one machine, else processes would use that of a network card.
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": BOTH_CORES,
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+@pytest.mark.parametrize(
+    "layout, dense_layers",
+    [("tensor", [1]), ("pipeline", [1]), ("pipeline", [0, 1])],
+    ids=["tensor", "pipeline", "stage-without-moe-layer"],
+)
+def test_rows_of_two_workers_are_true(
+    checkpoint: Callable[..., Path], tmp_path: Path, layout: str, dense_layers: list[int]
+) -> None:
+    model = checkpoint(mlp_only_layers=dense_layers)
+    arguments = ["--enable-return-routed-experts", "--enforce-eager"]
+    arguments += [f"--max-num-batched-tokens={CHUNK}", f"--{layout}-parallel-size=2"]
+    log = tmp_path / "server.log"
+    with Server(model, log=log, args=arguments, env=ENVIRONMENT, line=LINE) as server:
+
+        def complete(index: int) -> Answer:
+            return server.generate(
+                PROMPTS[index],
+                max_tokens=MAX_TOKENS,
+                ignore_eos=True,
+                return_routed_experts=index != SILENT,
+            )
+
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            # The second time from the prefix cache.
+            indices = [*range(len(PROMPTS))] * 2
+            answers = [*pool.map(complete, indices)]
+    for index, answer in zip(indices, answers, strict=True):
+        if index == SILENT:
+            assert answer.rows is None
+            continue
+        assert answer.rows is not None
+        assert_rows(model, [*answer.prompt, *answer.token_ids], answer.rows)
