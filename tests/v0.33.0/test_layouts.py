@@ -28,16 +28,21 @@ ENVIRONMENT = {
 
 
 @pytest.mark.parametrize(
-    "layout, dense_layers",
-    [("tensor", [1]), ("pipeline", [1]), ("pipeline", [0, 1])],
-    ids=["tensor", "pipeline", "stage-without-moe-layer"],
+    "layout, dense_layers, caching",
+    [("tensor", [1], True), ("pipeline", [1], True), ("pipeline", [0, 1], False)],
+    ids=["tensor", "pipeline", "stage-without-moe-layer-and-no-prefix-caching"],
 )
 def test_rows_of_two_workers_are_true(
-    checkpoint: Callable[..., Path], tmp_path: Path, layout: str, dense_layers: list[int]
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    layout: str,
+    dense_layers: list[int],
+    caching: bool,
 ) -> None:
     model = checkpoint(mlp_only_layers=dense_layers)
     arguments = ["--enable-return-routed-experts", "--enforce-eager"]
     arguments += [f"--max-num-batched-tokens={CHUNK}", f"--{layout}-parallel-size=2"]
+    arguments += [] if caching else ["--no-enable-prefix-caching"]
     log = tmp_path / "server.log"
     with Server(model, log=log, args=arguments, env=ENVIRONMENT, line=LINE) as server:
 
@@ -50,7 +55,7 @@ def test_rows_of_two_workers_are_true(
             )
 
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            # The second time from the prefix cache.
+            # The second time from the prefix cache, if there is one.
             indices = [*range(len(PROMPTS))] * 2
             answers = [*pool.map(complete, indices)]
     for index, answer in zip(indices, answers, strict=True):
