@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and pipeline parallel servers of this line return true rows, and none to those who decline.
+"""Tensor and pipeline parallel servers of this line return true rows to those who do not decline.
 
 Prompts are those of the first line's `tests/behaviour/test_layouts.py`.
 """
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 @pytest.mark.parametrize(
-    "layout, dense_layers, caching",
+    ("layout", "dense_layers", "caching"),
     [("tensor", [1], True), ("pipeline", [1], True), ("pipeline", [0, 1], False)],
     ids=["tensor", "pipeline", "stage-without-moe-layer-and-no-prefix-caching"],
 )
