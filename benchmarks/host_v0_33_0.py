@@ -140,11 +140,14 @@ class Engine:
             "aux_output_config": config.aux_output_config,
             "max_concurrent_batches": 1,
         }
-        with mock.patch.multiple(
-            worker_side,
-            RoutedExpertsCapturer=lambda **_: capturer,
-            bind_routed_experts_capturer=lambda *_: None,
-            get_tp_group=lambda: SimpleNamespace(is_first_rank=True),
+        with (
+            mock.patch.multiple(
+                worker_side,
+                RoutedExpertsCapturer=lambda **_: capturer,
+                bind_routed_experts_capturer=lambda *_: None,
+                get_tp_group=lambda: SimpleNamespace(is_first_rank=True),
+            ),
+            mock.patch("vllm.distributed.parallel_state._PP", SimpleNamespace(is_last_rank=True)),
         ):
             return worker_side.AuxOutputWorkerConnector(
                 vllm_config=SimpleNamespace(**sizes), model=None, kv_cache_config=kv_cache

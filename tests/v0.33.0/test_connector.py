@@ -22,11 +22,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.config import DeviceConfig, VllmConfig
+from vllm.distributed import parallel_state
 from vllm.distributed.aux_output_connector import worker as worker_side
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_private_block_hasher,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -58,6 +63,7 @@ class Setup:
     num_blocks: int = 14
     chunk: int = 7
     connector: bool = False
+    caching: bool = True
     # Operations beside requests, steps and aborts.
     also: tuple[str, ...] = ()
 
@@ -80,6 +86,9 @@ MENDED = {
     "resets with a step in flight": Setup(asynchronous=True, depth=2, also=("reset",)),
     "failed loads": Setup(connector=True, also=("reload", "fail")),
     "asynchronous sessions": Setup(asynchronous=True, depth=2, also=("session",)),
+    "without prefix caching": Setup(
+        asynchronous=True, depth=2, drafts=2, caching=False, also=("session", "silent")
+    ),
     "everything": Setup(asynchronous=True, depth=3, drafts=2, also=("reset", "session", "silent")),
 }
 
@@ -94,7 +103,7 @@ def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
     config = VllmConfig(device_config=DeviceConfig("cpu"))
     config.model_config = model_config(MAX_LEN)
     config.cache_config.num_gpu_blocks = setup.num_blocks
-    config.cache_config.enable_prefix_caching = True
+    config.cache_config.enable_prefix_caching = setup.caching
     config.cache_config.block_size = BLOCK
     config.scheduler_config.max_num_seqs = 6
     config.scheduler_config.max_num_batched_tokens = setup.chunk
@@ -217,6 +226,7 @@ class Runner:
             patch.setattr(worker_side, "RoutedExpertsCapturer", lambda **_: capturer)
             patch.setattr(worker_side, "bind_routed_experts_capturer", lambda *_: None)
             patch.setattr(worker_side, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
+            patch.setattr(parallel_state, "_PP", SimpleNamespace(is_last_rank=True))
             self.connector = worker_side.AuxOutputWorkerConnector(
                 vllm_config=SimpleNamespace(**sizes), model=None, kv_cache_config=kv_cache
             )
@@ -341,7 +351,9 @@ class Engine:
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more),
             pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
+            block_hasher=get_request_block_hasher(BLOCK, sha256)
+            if self.setup.caching
+            else get_private_block_hasher(BLOCK),
             resumable=session,
         )
 

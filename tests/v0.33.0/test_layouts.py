@@ -6,7 +6,6 @@ Prompts are those of the first line's `tests/behaviour/test_layouts.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,18 +27,13 @@ ENVIRONMENT = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "dense_layers", "caching"),
-    [("tensor", [1], True), ("pipeline", [1], True), ("pipeline", [0, 1], False)],
-    ids=["tensor", "pipeline", "stage-without-moe-layer-and-no-prefix-caching"],
+    ("layout", "caching"),
+    [("tensor", True), ("pipeline", True), ("pipeline", False)],
+    ids=["tensor", "pipeline", "pipeline-without-prefix-caching"],
 )
 def test_rows_of_two_workers_are_true(
-    checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    layout: str,
-    dense_layers: list[int],
-    caching: bool,
+    model: Path, tmp_path: Path, layout: str, caching: bool
 ) -> None:
-    model = checkpoint(mlp_only_layers=dense_layers)
     arguments = ["--enable-return-routed-experts", "--enforce-eager"]
     arguments += [f"--max-num-batched-tokens={CHUNK}", f"--{layout}-parallel-size=2"]
     arguments += [] if caching else ["--no-enable-prefix-caching"]
