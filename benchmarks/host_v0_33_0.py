@@ -10,8 +10,8 @@ top-8, one byte per id. Builds take turns, each time in a new process, in which 
 with rows take turns, step by step: other work on the machine changes both. All requests fill
 their blocks in the same steps, so each of a block's steps has a median of its own, and these are
 averaged. Times are processor time of the process, and include the threads that store rows and those
-of sockets. Not measured: capture on the GPU, garbage collection, and the front end's work once an
-output has its rows.
+of sockets. Not measured: capture on the GPU, garbage collection, and the front end's work after
+each output has its rows.
 """
 
 from __future__ import annotations
