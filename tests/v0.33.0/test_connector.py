@@ -536,9 +536,19 @@ class Engine:
                 return
             if self.scheduler.has_unfinished_requests():
                 self.schedule([True] * self.setup.drafts)
+                self.abort_stuck_session()
             else:
                 self.deliver()
         raise AssertionError("the scheduler does not finish its requests")
+
+    def abort_stuck_session(self) -> None:
+        """In the release, sessions that wait keep their KV: if they have all of it and each needs
+        more, they wait for ever."""
+        waiting = self.scheduler.kv_holding_waiting
+        in_flight = any(step.scheduled.total_num_scheduled_tokens for step in self.steps)
+        if waiting and not in_flight and not self.scheduler.running:
+            stuck = waiting.peek_request().request_id
+            self.scheduler.finish_requests(stuck, RequestStatus.FINISHED_ABORTED)
 
     def check(self) -> None:
         """Everybody has all rows that were asked for, and nothing is left of the requests."""
