@@ -280,8 +280,10 @@ image: $(TOOLS_LOCKED) #> Build an image: make image VARIANT=cuda|cpu BASE_IMAGE
 		$$($(TOOLS) wheel identity --variant $(VARIANT) | sed 's/^/--build-arg /') \
 		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -dirty)" .
 
-.PHONY: image-test image-test-cuda
+.PHONY: image-test
 image-test: $(INSTALLED) #> Build the cpu image on a stand-in base and check it from outside (buildah, debootstrap; root)
+
+.PHONY: image-test-cuda
 image-test-cuda: $(INSTALLED) #> The same for the cuda image, up to where it wants a GPU
 image-test image-test-cuda:
 	@for program in buildah debootstrap; do command -v $$program >/dev/null || \
