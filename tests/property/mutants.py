@@ -216,12 +216,6 @@ MUTANTS = [
         "        part_begins[:] = begins[chosen]\n",
     ),
     Mutant(
-        "last rows of a shared page left out",
-        ROWS,
-        "        np.maximum.at(part_ends, parts, begins + counts)\n",
-        "        part_ends[:] = (begins + counts)[chosen]\n",
-    ),
-    Mutant(
         "request without rows read behind its table",
         ROWS,
         "        self._widen(int(indices.max()) + 1)  # A slot without rows may have no page.\n",
