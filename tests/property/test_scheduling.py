@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import MagicMock
@@ -108,6 +108,16 @@ SETUPS = {
 @pytest.fixture(scope="module", autouse=True)
 def block_hashes() -> None:
     init_none_hash(sha256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_arrays() -> Iterator[None]:
+    """Two blocks of rows are as many as get an array of their own, and fill it."""
+    size = 2 * BLOCK * true_row([0], 0, 0).nbytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.core.paged_rows.LARGE_ROWS", size)
+        patch.setattr("vllm.v1.core.paged_rows.MAX_ROWS_ARRAY", size)
+        yield
 
 
 def make_scheduler(setup: Setup) -> Scheduler:
@@ -357,10 +367,12 @@ class Engine:
                 continue
             assert packed.moe_layers == MOE_LAYERS
             all_rows = np.concatenate(packed.rows)
+            begins = np.cumsum([0, *map(len, packed.rows)])
             for index, start, offset, num_rows in packed.slices.T.tolist():
                 req_id = client.outputs[index].request_id
                 rows = all_rows[offset : offset + num_rows]
                 assert len(rows) == num_rows
+                assert not ((begins > offset) & (begins < offset + num_rows)).any()
                 chunks = self.handed[req_id]
                 first = self.starts.setdefault(req_id, start)
                 assert start == first + sum(map(len, chunks))
@@ -447,18 +459,18 @@ def is_error(request: Request) -> bool:
     return request.status == RequestStatus.FINISHED_ERROR
 
 
-# Few different tokens at few lengths: requests share prefixes often.
+# Few different tokens at few lengths: requests share prefixes often, and end with a block.
 PROMPTS = st.builds(
     lambda family, length, tail: [(family * 7 + i) % VOCABULARY for i in range(length)] + tail,
     st.integers(0, 1),
-    st.integers(1, 24),
+    st.one_of(st.sampled_from([BLOCK, 2 * BLOCK]), st.integers(1, 24)),
     st.lists(st.integers(0, 3), max_size=2),
 )
 OPERATIONS = st.one_of(
     st.tuples(
         st.just("add"),
         PROMPTS,
-        st.integers(1, 12),
+        st.one_of(st.just(1), st.integers(1, 12)),
         st.sampled_from([True, True, True, False]),
         st.sampled_from([0, 0, 0, 5, 100]),
         st.sampled_from([None, None, None, "salt"]),
