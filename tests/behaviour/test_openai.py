@@ -180,11 +180,11 @@ def test_rows_of_text_that_is_kept_back_wait(
 ) -> None:
     # Nothing of a call is streamed before the name of the function is complete.
     options = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}
-    body = {"vllm_xargs": ASK["vllm_xargs"]}
+    body = {"return_routed_experts": True}
     chunks = list(chat(client, server, words(7, 9), body, stream=True, **options))
     (choice,) = collect(*chunks).values()
     # With token ids, every step makes a chunk.
-    (whole,) = collect(chat(client, server, words(7, 9), **options)).values()
+    (whole,) = collect(chat(client, server, words(7, 9), ASK_ABOVE, **options)).values()
     choice.prompt, choice.token_ids = whole.prompt, whole.token_ids
     assert len(choice.rows) < len(choice.token_ids) / INTERVAL / 2
     choice.assert_true(model)

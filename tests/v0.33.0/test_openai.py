@@ -19,12 +19,15 @@ from tests.behaviour.test_openai import (
     ASK_ABOVE,
     INTERVAL,
     SAMPLED,
-    TOOL,
     chat,
     collect,
     complete,
+    test_rows_of_text_that_is_kept_back_wait,
     words,
 )
+
+# This test runs here as it is.
+__all__ = ["test_rows_of_text_that_is_kept_back_wait"]
 
 pytestmark = pytest.mark.slow
 
@@ -70,21 +73,6 @@ def test_every_choice_of_a_whole_answer_has_true_rows(
     assert len(choices) == (2 if is_chat else 4)
     for choice in choices.values():
         choice.assert_true(model)
-
-
-def test_rows_of_text_that_is_kept_back_wait(
-    client: openai.OpenAI, server: Server, model: Path
-) -> None:
-    # Nothing of a call is streamed before the name of the function is complete.
-    options = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}
-    body = {"return_routed_experts": True}
-    chunks = list(chat(client, server, words(7, 9), body, stream=True, **options))
-    (choice,) = collect(*chunks).values()
-    # With token ids, every step makes a chunk.
-    (whole,) = collect(chat(client, server, words(7, 9), ASK_ABOVE, **options)).values()
-    choice.prompt, choice.token_ids = whole.prompt, whole.token_ids
-    assert len(choice.rows) < len(choice.token_ids) / INTERVAL / 2
-    choice.assert_true(model)
 
 
 def test_rows_of_a_stream_start_where_asked(
