@@ -131,8 +131,8 @@ test-long: $(INSTALLED) $(PRISTINE) #> Run the tests marked slow
 	@exec $(PY) -m pytest -m slow $(TESTS)
 
 .PHONY: soak
-soak: $(INSTALLED) #> Ten thousand requests with random aborts: nothing may be left of them
-	@exec $(PY) -m pytest -m slow tests/behaviour/test_soak.py
+soak: $(INSTALLED) #> Thousands of requests with random aborts: nothing may be left of them
+	@exec $(PY) -m pytest -m slow tests/$(or $(OTHER),behaviour)/test_soak.py
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: it must survive them
