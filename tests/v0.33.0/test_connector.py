@@ -86,6 +86,10 @@ MENDED = {
     "resets with a step in flight": Setup(asynchronous=True, depth=2, also=("reset",)),
     "failed loads": Setup(connector=True, also=("reload", "fail")),
     "asynchronous sessions": Setup(asynchronous=True, depth=2, also=("session",)),
+    "remote prefills": Setup(connector=True, also=("receive", "reload", "silent", "fail")),
+    "asynchronous remote prefills": Setup(
+        asynchronous=True, depth=2, drafts=2, connector=True, also=("receive", "session", "silent")
+    ),
     "without prefix caching": Setup(
         asynchronous=True, depth=2, drafts=2, caching=False, also=("session", "silent")
     ),
@@ -140,7 +144,7 @@ def make_scheduler(setup: Setup, config: VllmConfig, kv_cache: KVCacheConfig) ->
 
 @dataclass
 class Connector:
-    """Has the KV of every other prompt, at once or a step later."""
+    """Has the KV of every other prompt, at once or a step later, and that of remote prefills."""
 
     # By request: indices of the blocks whose load the last pass began.
     loads: dict[str, range] = field(default_factory=dict)
@@ -148,9 +152,14 @@ class Connector:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int, bool]:
         kind = int(request.request_id) % 4
-        if kind < 2:
+        remote = request.kv_transfer_params or {}
+        if kind < 2 and not remote.get("do_remote_prefill"):
             return 0, False
         self.found_from = num_computed
+        if kind < 2:
+            # Models with a state receive all but the last token.
+            found = request.num_prompt_tokens - kind - num_computed
+            return max(found, 0), found > 0
         # Only a load between steps may bring the whole prompt.
         found = (request.num_prompt_tokens - (kind == 2)) // BLOCK * BLOCK - num_computed
         return max(found, 0), kind == 3 and found > 0
@@ -158,7 +167,10 @@ class Connector:
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external: int) -> None:
         if num_external:
             stop = self.found_from + num_external
-            self.loads[request.request_id] = range(self.found_from // BLOCK, stop // BLOCK)
+            self.loads[request.request_id] = range(self.found_from // BLOCK, -(-stop // BLOCK))
+            if int(request.request_id) % 4 < 2:
+                # Others can be loaded again.
+                request.kv_transfer_params = {"do_remote_prefill": False}
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         return False, None
@@ -183,6 +195,8 @@ class Step:
     pending: Any
     # By request: the rows of its positions as they were computed, this step included.
     truth: dict[str, list[np.ndarray]]
+    # By request: the first token that it computed, behind what it found or received.
+    firsts: dict[str, int]
 
     def consume(self) -> None:
         """What the output thread does when the copy has arrived."""
@@ -199,6 +213,7 @@ class Runner:
         self.tokens: dict[str, list[int]] = {}
         self.num_prompt_tokens: dict[str, int] = {}
         self.truth: dict[str, list[np.ndarray]] = {}
+        self.firsts: dict[str, int] = {}
         # Tokens that were computed, less rejected drafts.
         self.num_done: dict[str, int] = {}
         # The worker makes the drafts itself, of which the scheduler knows the number only.
@@ -280,7 +295,9 @@ class Runner:
                     truth[end - BLOCK : end] = self.latest.get(tuple(known[:end]), nothing)
             truth[start:] = mine[: done - start]
             for end in range((start // BLOCK + 1) * BLOCK, done + 1, BLOCK):
-                self.latest[tuple(known[:end])] = truth[end - BLOCK : end]
+                # Not of a block whose first tokens were received.
+                if not any(row is GARBAGE for row in truth[end - BLOCK : start]):
+                    self.latest[tuple(known[:end])] = truth[end - BLOCK : end]
         pending = None
         if req_ids:
             counts = [scheduled.num_scheduled_tokens[req_id] for req_id in req_ids]
@@ -299,7 +316,8 @@ class Runner:
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             sampled_token_ids=sampled,
         )
-        return Step(scheduled, output, pending, {r: list(self.truth[r]) for r in req_ids})
+        truths = {req_id: list(self.truth[req_id]) for req_id in req_ids}
+        return Step(scheduled, output, pending, truths, dict(self.firsts))
 
     def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """Take over what the scheduler says of requests; the first position of each."""
@@ -314,7 +332,7 @@ class Runner:
                 del self.truth[req_id][start:]
             self.tokens[req_id] = tokens
             self.num_prompt_tokens[req_id] = len(new.prompt_token_ids)
-            self.num_done[req_id] = starts[req_id] = start
+            self.num_done[req_id] = starts[req_id] = self.firsts[req_id] = start
         cached = scheduled.scheduled_cached_reqs
         for req_id, start, num_output_tokens in zip(
             cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
@@ -375,6 +393,19 @@ class Engine:
             prompt = [*self.requests[str(index % len(self.requests))].all_token_ids, *tail]
             if len(prompt) + max_tokens < MAX_LEN:
                 self.add(prompt, max_tokens)
+
+    def receive(
+        self, prompt: list[int], max_tokens: int, start: int, session: bool, **more: Any
+    ) -> None:
+        """Ask for a prompt whose KV comes from a prefill engine."""
+        self.add(
+            prompt,
+            max_tokens,
+            start,
+            session=session and "session" in self.setup.also,
+            extra_args={"kv_transfer_params": {"do_remote_prefill": True}},
+            **more,
+        )
 
     def reload(self, prompt: list[int], kind: int, lose: int | None) -> None:
         """Ask for a prompt whose KV has left the GPU: the connector loads it, or loses a block."""
@@ -503,6 +534,9 @@ class Engine:
                 continue
             assert asks
             start = self.ends[output.request_id]
+            if stated := getattr(output, "routed_experts_start", 0):
+                assert stated <= step.firsts[output.request_id]
+                start = max(start, stated)
             self.ends[output.request_id] = end = start + len(output.routed_experts)
             truth = [np.empty((0, 2, 2), np.uint16), *step.truth[output.request_id][start:end]]
             np.testing.assert_array_equal(
@@ -619,6 +653,10 @@ MORE = {
     "update": [operation("update")],
     "reload": [
         operation("reload", PROMPTS, st.integers(2, 3), st.one_of(st.none(), st.integers(0, 5)))
+    ],
+    "receive": [
+        operation("receive", PROMPTS, st.integers(1, 8), STARTS, st.booleans()),
+        operation("receive", PROMPTS, st.integers(1, 8), STARTS, st.booleans()),
     ],
     "fail": [operation("fail", st.integers(0, 5))],
 }
