@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# Its program runs from the repository's root.
-sys.path.insert(0, str(Path(__file__).parents[2]))
+ROOT = Path(__file__).parents[2]
+# For its program, which does not run as a part of the package `tests`.
+sys.path.insert(0, str(ROOT))
 
 from harness.lines import LINES
 from harness.process import ENVIRONMENT
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 LINE = Path(__file__).parent.name
-ROOT = Path(__file__).parents[2]
 
 
 class State(test_soak.State):
@@ -38,8 +38,8 @@ class State(test_soak.State):
 
     def assert_nothing_is_left(self) -> None:
         connector = self.connector
-        kept = (connector._unsent, connector._sent_hash_counts, connector._emitted)
-        assert not any([*kept, connector._rewound, connector._loading])
+        kept = (connector._unsent, connector._sent_hash_counts, connector._unsent_hashes)
+        assert not any([*kept, connector._emitted, connector._rewound, connector._loading])
 
 
 def test_soak_of_this_line(checkpoint: Callable[..., Path]) -> None:
