@@ -12,10 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-# For its program, which does not run as a part of the package `tests`.
-sys.path.insert(0, str(ROOT))
-
 from harness.lines import LINES
 from harness.process import ENVIRONMENT
 from tests.behaviour import test_soak
@@ -26,6 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 LINE = Path(__file__).parent.name
+ROOT = Path(__file__).parents[2]
 
 
 class State(test_soak.State):
@@ -45,6 +42,7 @@ class State(test_soak.State):
 def test_soak_of_this_line(checkpoint: Callable[..., Path]) -> None:
     """In a process of its own, because Triton's interpreter must be chosen before vLLM is
     imported."""
+    variables = LINES[LINE].variables()
     subprocess.run(
         [sys.executable, __file__, str(checkpoint())],
         cwd=ROOT,
@@ -54,7 +52,9 @@ def test_soak_of_this_line(checkpoint: Callable[..., Path]) -> None:
             **os.environ,
             **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            **LINES[LINE].variables(),
+            **variables,
+            # As a program the file is no part of the package `tests`.
+            "PYTHONPATH": os.pathsep.join([str(ROOT), variables["PYTHONPATH"]]),
         },
         check=True,
     )
