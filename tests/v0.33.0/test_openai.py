@@ -89,3 +89,31 @@ def test_stream_that_does_not_ask_has_no_rows(client: openai.OpenAI, server: Ser
     body = {"return_token_ids": True}
     chunks = complete(client, server, random_prompt(9, 20), body, max_tokens=3, stream=True)
     assert collect(*chunks)[0].rows == []
+
+
+COUNTERS = ("rows", "bytes", "store_hits", "store_misses", "recomputed_tokens")
+
+
+def test_metrics_count_rows_and_store(client: openai.OpenAI, server: Server) -> None:
+    prompt = random_prompt(12, 2 * BLOCK + 6)
+
+    def read() -> dict[str, float]:
+        counts = {name: server.metric(f"vllm:routed_experts_{name}_total") for name in COUNTERS}
+        return {name: count for name, count in counts.items() if count is not None}
+
+    def count(body: dict[str, Any]) -> tuple[dict[str, float], Any]:
+        before = read()
+        answer = complete(client, server, prompt, body, max_tokens=5)
+        after = read()
+        assert after.keys() == set(COUNTERS)
+        return {n: after[n] - before[n] for n in COUNTERS if after[n] > before[n]}, answer
+
+    counts, _ = count({})
+    assert counts == {}
+    # The silent request cached two blocks without rows.
+    counts, answer = count(ASK_ABOVE)
+    (rows,) = collect(answer)[0].rows
+    returned = {"rows": len(prompt) + 5 - 1, "bytes": rows.nbytes}
+    assert counts == {**returned, "store_misses": 2, "recomputed_tokens": 2 * BLOCK}
+    counts, _ = count(ASK_ABOVE)
+    assert counts == {**returned, "store_hits": 2}
