@@ -9,7 +9,8 @@ Engines take turns, step by step: in one the flag is off, in one nobody asks, in
 or all ask. So the difference at the same step is what rows cost. As in vLLM, each front end is a
 separate process that receives messages through a socket. Times are processor time of the thread, so
 that a busy machine matters little. Of the worker, `RoutedExpertsCapturer.take_rows()` is measured,
-with its buffer on the CPU.
+with its buffer on the CPU. A profile of scheduler and front end, each engine alone, says where the
+time goes.
 
 vLLM without the series runs beside it if it is there: `make bench` builds it.
 """
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import dataclasses
 import gc
 import itertools
 import json
 import platform
+import pstats
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +38,9 @@ import torch
 import vllm
 from vllm.model_executor.layers.fused_moe import routed_experts_pipeline
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from benchmarks.builds import ROOT, Build, Variant
 from benchmarks.common import command, table, tell
@@ -46,9 +52,11 @@ from benchmarks.host_engine import (
     PROCESSES,
     TOP_K,
     WAYS,
+    Core,
     Engine,
     Load,
     RemoteEngine,
+    make_requests,
     peak_memory,
 )
 from benchmarks.paired import ENOUGH_PAIRS, compare
@@ -76,6 +84,9 @@ GROUPS = [
     Load(f"group of {n}", requests=10 * n, prompt=8192, output=16, at_once=n, group=n)
     for n in (64, 256)
 ]
+# What is profiled: files that the series adds, in engines that run alone.
+PROFILED = {"one asks": "one", "decode": "all", "drafts": "all"}
+ADDED_FILES = ("routed_experts", "paged_rows", "request_slots")
 # Load, label, unit, and what it may cost.
 BUDGETS: dict[tuple[str, str, str], tuple[str, float]] = {
     ("decode", "all", "scheduler"): ("ms", 0.8),
@@ -224,6 +235,52 @@ def measure_group(load: Load) -> dict[str, Any]:
     return record
 
 
+def profile(load: Load, kind: str) -> dict[str, Any]:
+    """Profile the decode steps of a scheduler and its front end, which run in this process alone.
+
+    Returns:
+        For each function that the series adds, its calls a step and its microseconds a step:
+        its own, which include what it spends in NumPy, and all.
+    """
+    core, processor = Core(load, kind), OutputProcessor(tokenizer=None, log_stats=False)
+    for request in make_requests(load, kind):
+        processor.add_request(request, None)
+    decoder = MsgpackDecoder(EngineCoreOutputs)
+    # Time spent in functions of C is their callers'.
+    profiler = cProfile.Profile(time.thread_time, builtins=False)
+    steps = 0
+    gc.collect()
+    gc.disable()
+    while (stepped := core.step()) is not None:
+        took, frames = stepped
+        message = decoder.decode(frames)
+        processor.add_routed_experts(message)
+        processor.process_outputs(message.outputs)
+        # From the first decode step on.
+        if load.is_decode(int(took["requests"]), int(took["tokens"])):
+            steps += 1
+            profiler.enable()
+    profiler.disable()
+    gc.enable()
+    functions = {}
+    for (path, _, name), (calls, _, own, total, _) in pstats.Stats(profiler).stats.items():
+        if any(added in (file := Path(path).stem) for added in ADDED_FILES):
+            functions[f"{file}.{name}"] = [n / steps for n in (calls, 1e6 * own, 1e6 * total)]
+    return {"load": load.name, "what": str(load), "kind": kind, "functions": functions}
+
+
+def profile_text(record: dict[str, Any], most: int = 10) -> str:
+    functions = sorted(record["functions"].items(), key=lambda item: -item[1][1])
+    rows = [
+        [f"`{name}`", f"{calls:.1f}", f"{own:.0f}", f"{total:.0f}"]
+        for name, (calls, own, total) in functions[:most]
+    ]
+    own = sum(values[1] for _, values in functions)
+    rows.append(["**all functions**", "", f"**{own:.0f}**", ""])
+    head = ["Function", "Calls a step", "µs a step, without what it calls", "with"]
+    return f"### {record['what']}: {KINDS[record['kind']]}\n\n" + table(head, rows)
+
+
 def measure_worker(requests: int, rounds: int = 40, calls: int = 50) -> dict[str, Any]:
     """Microseconds of `take_rows()` and of what makes lists of its rows, with one row a request."""
     torch.set_num_threads(1)
@@ -340,8 +397,9 @@ def main() -> int:
     worker = measure_worker(1024)
     decode = [r for load, kinds in DECODE.items() for r in measure_decode(load, kinds)]
     groups = [measure_group(load) for load in GROUPS]
+    profiles = [profile(load, PROFILED[load.name]) for load in DECODE if load.name in PROFILED]
     builds = measure_builds(BUILDS) if PRISTINE.is_dir() else []
-    records = [worker, *decode, *groups, *builds]
+    records = [worker, *decode, *groups, *builds, *profiles]
     text = "\n".join(
         [
             budget_text(records),
@@ -350,7 +408,10 @@ def main() -> int:
             "\n## Worker\n\nMicroseconds of `take_rows()`, `to_cpu_nonblocking()` and "
             "`tolists()` of a step with 1,024 requests: "
             + ", ".join(f"{KINDS[kind]}: {worker[kind]:.1f}" for kind in ("silent", "one", "all"))
-            + ". On a GPU, kernels copy the rows; the host launches them.\n",
+            + ". On a GPU, kernels copy the rows; the host launches them.\n\n## Profile\n\nOf the "
+            "functions that the series adds, in an engine alone. Profiling itself takes a part of "
+            "these times. What a function spends in NumPy is its own.\n",
+            *map(profile_text, profiles),
         ]
     )
     print(text)
