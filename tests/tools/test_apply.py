@@ -218,11 +218,10 @@ def test_a_patch_that_needs_fuzz_is_refused_and_nothing_changes(toy: Toy) -> Non
     toy.do("series", "apply", "--pristine")
     toy.edit_patch(NAMES[0], "\n SETTING_7 = 7\n", "\n SETTING_7 = 'drifted'\n")
     before = (toy.head(), toy.snapshot(toy.tree / "vllm"))
-    for flags in ([], ["--refresh"]):
-        error = toy.refuse("series", "apply", *flags)
-        assert "does not apply" in error
-        assert NAMES[0] in error
-        assert "patch does not apply" in error.split("$ git", 1)[1]
+    error = toy.refuse("series", "apply")
+    assert "does not apply" in error
+    assert NAMES[0] in error
+    assert "patch does not apply" in error.split("$ git", 1)[1]
     assert (toy.head(), toy.snapshot(toy.tree / "vllm")) == before
     assert git(toy.tree, "worktree", "list").count("\n") == 0
 
@@ -241,13 +240,16 @@ def test_a_patch_edited_by_hand_is_refused(toy: Toy) -> None:
     error = toy.refuse("series", "apply")
     assert "made for another version of a file" in error
     assert f"{NAMES[0]}, vllm/envs.py" in error
-    assert "--refresh" in error
 
 
-def test_refresh_takes_an_edited_patch_and_export_writes_it_right(toy: Toy) -> None:
-    toy.do("series", "apply", "--pristine")
+def test_a_patch_edited_by_hand_is_taken_the_way_that_the_error_says(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], "+SETTING_9 = 99", "+SETTING_9 = 98")
-    toy.do("series", "apply", "--refresh")
+    error = toy.refuse("series", "apply")
+    assert f"series apply --before {NAMES[0]}" in error
+    toy.do("series", "apply", "--before", NAMES[0])
+    assert "git am --3way --keep-non-patch" in error
+    files = [str(toy.patches / name) for name in NAMES]
+    git(toy.tree, "am", "--3way", "--keep-non-patch", *files)
     assert "the build tree is not the applied series" in toy.refuse(
         "wheel", "build", "--variant", "cpu"
     )

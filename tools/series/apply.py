@@ -32,7 +32,11 @@ from tools.series.tree import (
 from tools.source.fetch import fetch_source, submodule
 
 EXAMPLE = "--pristine --tree build/v0.20.2/pristine/vllm"
-_REFRESH = "take patches that moved or were edited by hand (never with fuzz); then export"
+# What a person does with a patch that is refused.
+_BY_HAND = (
+    "to solve it by hand: series apply --before {}, then in the build tree "
+    "git am --3way --keep-non-patch, then series export"
+)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +44,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_downloads(parser)
     add_flag(parser, "--pristine", "apply no patch at all")
     parser.add_argument("--before", metavar="PATCH", help="stop before this patch")
-    add_flag(parser, "--refresh", _REFRESH)
     add_flag(parser, "--discard", "lose what the build tree has beyond the series")
 
 
@@ -53,7 +56,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         series = before(series, arguments.before)
     if not project.tree.exists():
         print(f"source: {fetch_source(project)}")
-    done = apply_series(project, series, discard=arguments.discard, refresh=arguments.refresh)
+    done = apply_series(project, series, discard=arguments.discard)
     state = "applied" if done.changed else "nothing to do"
     print(f"{state}: {len(series)} patches on {project.pin.git_tag} in {project.tree}")
     print(f"commit: {done.commit}")
@@ -66,11 +69,11 @@ class Applied(NamedTuple):
     changed: bool
 
 
-def am(git: Git, patch: Patch, *, refresh: bool = False) -> str:
+def am(git: Git, patch: Patch) -> str:
     """Make one commit of a patch on HEAD, or raise; returns the commit.
 
-    Unless ``refresh``, the blobs before and after must be those of the diff's ``index`` lines: a
-    patch that moved or was edited by hand is refused.
+    The blobs before and after must be those of the diff's ``index`` lines: a patch that moved or
+    was edited by hand is refused.
     """
     if problems := check_paths(patch):
         raise problems[0]
@@ -92,16 +95,9 @@ def am(git: Git, patch: Patch, *, refresh: bool = False) -> str:
         raise ToolError(
             "a patch does not apply; nothing was changed",
             where=patch.name,
-            next_step=f"to solve it by hand: series apply --before {patch.name}, then in the "
-            f"build tree git am --3way --keep-non-patch",
+            next_step=_BY_HAND.format(patch.name),
             details=error.details,
         ) from error
-    if not refresh:
-        _refuse_other_blobs(git, patch)
-    return git.text("rev-parse", "HEAD")
-
-
-def _refuse_other_blobs(git: Git, patch: Patch) -> None:
     stated = re.findall(r"^index (\w+\.\.\w+)", patch.diff_bytes.decode(errors="replace"), re.M)
     for change in git.changes("HEAD^", "HEAD"):
         made = f"{change.before}..{change.after}"
@@ -111,14 +107,15 @@ def _refuse_other_blobs(git: Git, patch: Patch) -> None:
                 "a patch was made for another version of a file; nothing was changed",
                 where=f"{patch.name}, {change.path}",
                 found=f"index {made}, which the patch does not state",
-                next_step="if that was meant: series apply --refresh, look, series export",
+                next_step=_BY_HAND.format(patch.name),
             )
+    return git.text("rev-parse", "HEAD")
 
 
-def am_all(git: Git, series: Series, *, refresh: bool = False) -> str:
+def am_all(git: Git, series: Series) -> str:
     """Apply the whole series on HEAD; returns the last commit."""
     for patch in series:
-        am(git, patch, refresh=refresh)
+        am(git, patch)
     return git.text("rev-parse", "HEAD")
 
 
@@ -134,23 +131,19 @@ def scratch_worktree(git: Git, commit: str = BASE_REF, beside: Path | None = Non
         git.run("worktree", "prune")
 
 
-def apply_series(
-    project: Project, series: Series, *, discard: bool = False, refresh: bool = False
-) -> Applied:
+def apply_series(project: Project, series: Series, *, discard: bool = False) -> Applied:
     """Bring the build tree to the base plus the series, completely or not at all."""
 
     def remember(git: Git, commit: str) -> None:
         git.run("update-ref", APPLIED_REF, commit)
-        record = Record(fingerprint(series, project.pin), git.tree_id(commit))
-        # Refreshed patches differ from their files: no wheel is built before an export.
-        write_record(git, None if refresh else record)
+        write_record(git, Record(fingerprint(series, project.pin), git.tree_id(commit)))
 
     submodule(project)  # refuses one that is not as pinned, even if it is not needed
     tree = project.tree
     if not tree.exists():
         with staging(tree) as place:
             git = make_base(project, place)
-            commit = am_all(git, series, refresh=refresh)
+            commit = am_all(git, series)
             remember(git, commit)
             place.rename(tree)
         return Applied(commit, changed=True)
@@ -163,7 +156,7 @@ def apply_series(
     if not discard:
         refuse_unaccounted(git)
     with scratch_worktree(git) as scratch:
-        commit = am_all(scratch, series, refresh=refresh)
+        commit = am_all(scratch, series)
     changed = head != commit or not settled
     if changed:
         for name in ("rebase-merge", "rebase-apply"):

@@ -38,9 +38,9 @@ from tools.series.tree import (
     BASE_REF,
     BRANCH,
     EXPORTED_REF,
+    Record,
     commit_base,
     open_settled,
-    read_record,
     refuse_unaccounted,
     unpack_source,
     write_record,
@@ -213,6 +213,7 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
         with replacing_all({project.patches / name: made.get(name) for name in {*names, *made}}):
             pass
     # The new series is in place: what is left can be done again.
+    series = read_series(project.series_file)
     _move_submodule(project, new)
     ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
     print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
@@ -220,8 +221,8 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
         old = Git(project.tree)
         old.fetch(new.tree, *(f"+{ref}:{ref}" for ref in (BASE_REF, APPLIED_REF, EXPORTED_REF)))
         old.run("checkout", "--quiet", "-B", BRANCH, APPLIED_REF)
-        write_record(old, read_record(git))
-    print(f"rebased: {len(read_series(project.series_file))} patches onto vLLM {new.pin.version}")
+        write_record(old, Record(fingerprint(series, new.pin), old.tree_id(APPLIED_REF)))
+    print(f"rebased: {len(series)} patches onto vLLM {new.pin.version}")
     for name in left_out(git):
         print(f"left out: {name}")
     print("next: make lock && make install && make test; then commit what changed")

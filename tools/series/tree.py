@@ -143,9 +143,8 @@ def read_record(git: Git) -> Record | None:
     return Record(*words) if words else None
 
 
-def write_record(git: Git, record: Record | None) -> None:
-    words = ("re.record", " ".join(record)) if record else ("--unset-all", "re.record")
-    git.run("config", "--local", *words, accept=(0, 5))  # 5: there is none to remove
+def write_record(git: Git, record: Record) -> None:
+    git.run("config", "--local", "re.record", " ".join(record))
 
 
 def refuse_unfinished(git: Git) -> None:
