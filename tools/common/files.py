@@ -28,7 +28,8 @@ def replacing(path: Path) -> Iterator[BufferedRandom]:
 
 
 def write(path: Path, data: bytes | str) -> None:
-    """Replace a file in one act, or leave it as it was."""
+    """Replace a file in one act, or leave it as it was. Makes its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
@@ -54,7 +55,6 @@ def _put(path: Path, data: bytes | None, there: bytes | None) -> None:
     if data is None:
         path.unlink(missing_ok=True)
     elif data != there:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write(path, data)
 
 

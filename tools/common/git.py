@@ -136,6 +136,10 @@ class Git:
         """Whether ``git diff`` with these arguments shows anything."""
         return self.run("diff", "--quiet", *arguments, accept=(0, 1)).returncode != 0
 
+    def unmerged(self) -> list[str]:
+        """The files in conflict."""
+        return self.text("diff", "--name-only", "--diff-filter=U").splitlines()
+
     def log(self, commit: str, form: str) -> str:
         """One commit in a format of ``git log``."""
         return self.text("log", "-1", "--abbrev=12", f"--format={form}", commit)
@@ -158,6 +162,11 @@ class Git:
             mode, _, blob = facts.split()
             found[path] = Entry(mode, blob)
         return found
+
+    def read(self, revision: str, path: str) -> bytes | None:
+        """The bytes of one file of a tree; None where it has no such file."""
+        done = self.run("cat-file", "blob", f"{revision}:{path}", accept=(0, 128))
+        return done.stdout if done.returncode == 0 else None
 
     def contents(self, blobs: Iterable[str]) -> dict[str, bytes]:
         """The bytes of many blobs from one process."""

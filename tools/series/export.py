@@ -157,15 +157,12 @@ def export_page(project: Project, check: bool) -> list[str]:
     """Copy the page that the series adds to vLLM's documentation into docs/; its name if it
     changes. With ``check`` nothing is written."""
     git = Git(project.tree)
-    added = git.files("HEAD", PAGE)
-    if not added or git.files(BASE_REF, PAGE):
+    page, data = project.root / "docs" / Path(PAGE).name, git.read("HEAD", PAGE)
+    if data is None or git.read(BASE_REF, PAGE) is not None:
         return []
-    page = project.root / "docs" / Path(PAGE).name
-    (data,) = git.contents(entry.blob for entry in added.values()).values()
     if page.exists() and page.read_bytes() == data:
         return []
     if not check:
-        page.parent.mkdir(exist_ok=True)
         write(page, data)
     return [str(page.relative_to(project.root))]
 

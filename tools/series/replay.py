@@ -136,8 +136,8 @@ def attempt(git: Git, name: str, commit: str) -> Trial:
         discard(git)
         verdict, _ = pick(git, commit, "-X", "theirs")
         if verdict == CONFLICT:
-            for path in git.text("diff", "--name-only", "--diff-filter=U").splitlines():
-                if path in git.files(commit, path):
+            for path in git.unmerged():
+                if git.read(commit, path) is not None:
                     git.run("checkout", commit, "--", path)
                 else:
                     git.run("rm", "--quiet", "--force", "--", path)

@@ -111,10 +111,9 @@ def _results(findings: Mapping[str, Finding], label: str) -> list[str]:
 
 def _checklist(git: Git, base: str) -> str:
     """Upstream's own checklist, unticked: the person ticks it."""
-    files = git.files(base, _TEMPLATE)
-    if _TEMPLATE not in files:
+    template = git.read(base, _TEMPLATE)
+    if template is None:
         return "(the base has no template for pull requests)"
-    blob = files[_TEMPLATE].blob
-    text = git.contents([blob])[blob].decode(errors="replace")
+    text = template.decode(errors="replace")
     match = re.search(r"<details>.*</details>", text, re.DOTALL)
     return match[0] if match else text

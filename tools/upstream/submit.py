@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         "  - run the test plan, and fill in the dots of the text,\n"
         "  - say where AI helped (--trailer 'Assisted-by: ...', and in the text)."
     )
-    if found := [name for name in _RULES if name in base.git.files(base.commit, name)]:
+    if found := [name for name in _RULES if base.git.read(base.commit, name) is not None]:
         print(f"vLLM's own rules, as of {base.label}: {', '.join(found)}")
     if arguments.clone is None:
         print("These branches have the release's files but not its history: to send one, make it")
@@ -201,11 +201,10 @@ def make_branch(
     git.run("reset", "--quiet", "--hard", base.commit)
     for patch, commit in patches:
         if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
-            files = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
             raise ToolError(
                 f"a patch does not fit {base.label}; no branch was made",
                 where=patch.name,
-                found=f"conflicts in {files}",
+                found=f"conflicts in {', '.join(git.unmerged())}",
                 next_step="name the patch that it stands on in its Needs:, choose a base nearer "
                 "to the pin, or move the series there first: series rebase --onto <version>",
             )

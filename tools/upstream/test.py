@@ -18,6 +18,7 @@ from backports import tarfile
 
 from tools.common.cli import add_path, add_tree, table, tell
 from tools.common.errors import ToolError
+from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.series import parse_series, read_series
@@ -76,8 +77,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             "(`tools/upstream/hubcache.py`). Each wheel is tested with its own tree's tests. "
             "`make upstream-tests` writes this file."
         )
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(render(comparisons, about), encoding="utf-8")
+        write(arguments.out, render(comparisons, about))
     verdicts = Counter(c.verdict for c in comparisons)
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
     if found := [c for c in comparisons if c.verdict in UNEXPLAINED]:
