@@ -44,14 +44,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Failure, command, table
+from benchmarks.paired import ENOUGH_PAIRS
 from harness.checkpoint import make_checkpoint
 from harness.process import QUIET
 from harness.server import decode_rows
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 TOP_K, MAX_LEN = 8, 200_000
-# The limit for what asking adds, and the least number of rounds for a verdict.
-TARGET_MS, ENOUGH_ROUNDS = 5.0, 8
+# The limit for what asking adds.
+TARGET_MS = 5.0
 # Waiting for longer than this is an error.
 PATIENCE_S = 120.0
 MEASURES = {
@@ -296,9 +297,9 @@ def report_text(rounds: Sequence[Round], arguments: argparse.Namespace) -> str:
         f"{vllm}, Python {python}. Medians of the rounds: silent, asking, and by how much asking "
         f"is more in the same round. Target: at most {TARGET_MS:.0f} ms more.\n",
     ]
-    if len(rounds) < ENOUGH_ROUNDS:
-        lines.append(f"Too few rounds to conclude anything: it takes {ENOUGH_ROUNDS}.\n")
-    enough = len(rounds) >= ENOUGH_ROUNDS
+    if len(rounds) < ENOUGH_PAIRS:
+        lines.append(f"Too few rounds to conclude anything: it takes {ENOUGH_PAIRS}.\n")
+    enough = len(rounds) >= ENOUGH_PAIRS
     rows = []
     for load, row in summarize(rounds).items():
         verdict = "met" if row[measures[0]][2] <= TARGET_MS else "missed"
@@ -317,7 +318,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="file for the record, as Markdown; JSON beside it")
-    parser.add_argument("--rounds", type=int, default=ENOUGH_ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ENOUGH_PAIRS)
     parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--prompt", type=int, default=112_000, help="rows with the first tokens")

@@ -34,18 +34,13 @@ from unittest import mock
 
 import numpy as np
 
+from benchmarks.builds import ROOT
+from benchmarks.common import table
 from harness.stand_ins import model_config
 
-ROOT = Path(__file__).resolve().parents[1]
 PRISTINE = ROOT / "build/v0.33.0/pristine/site"
 LAYERS, TOP_K, BLOCK = 61, 8, 16
-PARTS = (
-    "scheduler",
-    "scheduler to worker",
-    "worker",
-    "worker to scheduler",
-    "to the front end",
-)
+PARTS = ("scheduler", "scheduler to worker", "worker", "worker to scheduler", "to the front end")
 # The engines of each build: whether the flag is on, and requests ask.
 ENGINES = {
     "release": {"flag off": (False, None), "flag on": (True, None)},
@@ -295,9 +290,8 @@ def main() -> None:
         "",
         "The first row of a build is the time, the others are what they take more at that step.",
         "",
-        f"| | {' | '.join(PARTS)} | **all** |",
-        f"| --- |{' --- |' * (len(PARTS) + 1)}",
     ]
+    table_rows = []
     for (build, name), steps in times.items():
         rows = np.array(steps)
         off = np.array(times[build, "flag off"])
@@ -307,8 +301,8 @@ def main() -> None:
             f"{value:.2f}" if name == "flag off" else f"{value:+.2f}"
             for value in [*average(rows), average(rows.sum(axis=1))]
         ]
-        lines.append(f"| {build}, {name} | {' | '.join(cells)} |")
-    text = "\n".join(lines) + "\n"
+        table_rows.append([f"{build}, {name}", *cells])
+    text = "\n".join([*lines, table(["", *PARTS, "**all**"], table_rows)])
     print(text)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ import httpx
 import numpy as np
 
 from benchmarks.common import Failure, command, table
+from benchmarks.paired import ENOUGH_PAIRS
 from examples.client import PATH, Completion, join
 from examples.clients.turns import join_turns
 from harness.checkpoint import make_checkpoint
@@ -49,8 +50,6 @@ SERVER = [
 TURNS, NEW, SAMPLED = 5, 300, 32
 # What a turn asks for, by the name of the conversation.
 MODES = ("silent", "all rows", "new rows")
-# Fewer rounds give no verdict.
-ENOUGH_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def report(rounds: list[dict[str, list[Turn]]]) -> str:
         return statistics.median(played[mode][turn].size for played in rounds) / 1e3
 
     def ratio(mode: str, turn: int) -> str:
-        if len(rounds) < ENOUGH_ROUNDS:
+        if len(rounds) < ENOUGH_PAIRS:
             return "no verdict"
         values = sorted(
             played[mode][turn].seconds / played["silent"][turn].seconds for played in rounds
