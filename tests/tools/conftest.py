@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import Toy, add_series, make_toy
+from tests.tools.upstream import Index, configure, make_index
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,17 @@ def empty(_empty: Toy, tmp_path: Path) -> Toy:
 def toy(_full: Toy, tmp_path: Path) -> Toy:
     """A project with three patches, applied."""
     return _full.copy(tmp_path / "project")
+
+
+@pytest.fixture
+def index(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """A package index that has the pinned release."""
+    index = make_index(tmp_path / "index", toy)
+    monkeypatch.setenv("PIP_INDEX_URL", index.url)
+    return index
+
+
+@pytest.fixture
+def person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody whom git knows."""
+    configure(tmp_path, monkeypatch, "Ada Person", "ada@people.org")

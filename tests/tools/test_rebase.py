@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series on another release: what moves, what stops, completely or not at all."""
 
+import itertools
 import re
 import shutil
 import tomllib
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 import tools.series.replay
-from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git
-from tests.tools.upstream import Index, commit, everything, make_clone, make_index
+from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git, trouble
+from tests.tools.upstream import Index, commit, everything, make_clone
 from tools.common.git import Git
 
 NEXT = "9.8.8"
@@ -31,10 +32,11 @@ CONTAINING = {**TREE, "vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9
 
 
 @pytest.fixture
-def index(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    index = make_index(tmp_path / "index", toy)
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    return index
+def submodule(toy: Toy) -> Callable[[], str]:
+    """The project in a repository with a submodule; returns what reads its commit."""
+    git(toy.root, "init", "--quiet")
+    git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
+    return lambda: git(toy.root, "ls-files", "--stage", "vllm").split()[1]
 
 
 def pin(toy: Toy) -> dict[str, Any]:
@@ -156,24 +158,23 @@ def test_a_rebase_onto_the_pinned_release_does_nothing(toy: Toy, index: Index) -
     assert everything(toy) == before
 
 
-def test_the_submodule_moves_with_the_pin(toy: Toy, index: Index) -> None:
-    git(toy.root, "init", "--quiet")
-    git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
+def test_the_submodule_moves_with_the_pin(
+    toy: Toy, index: Index, submodule: Callable[[], str]
+) -> None:
     index.publish(NEXT, MOVED)
     rebase(toy, "--onto", NEXT, "--commit", "d" * 40)
-    assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "d" * 40
-    assert pin(toy)["release"]["commit"] == "d" * 40
+    assert submodule() == pin(toy)["release"]["commit"] == "d" * 40
 
 
-def test_an_unknown_commit_is_reported_and_leaves_the_submodule(toy: Toy, index: Index) -> None:
-    git(toy.root, "init", "--quiet")
-    git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
+def test_an_unknown_commit_is_reported_and_leaves_the_submodule(
+    toy: Toy, index: Index, submodule: Callable[[], str]
+) -> None:
     index.publish(NEXT, MOVED, commit="e" * 40)
     out = rebase(toy, "--onto", NEXT)
     assert pin(toy)["release"]["commit"] == "unknown"
     assert "names its commit only as eeeeeeeee" in out
     assert "submodule vllm/ was left as it was" in out
-    assert git(toy.root, "ls-files", "--stage", "vllm").split()[1] == "c" * 40
+    assert submodule() == "c" * 40
 
 
 @pytest.mark.parametrize("words", [("branch", "mine"), ("stash",)], ids=["branch", "stash"])
@@ -603,18 +604,6 @@ def test_a_series_edited_meanwhile_is_not_overwritten(toy: Toy, index: Index) ->
 # --- all or nothing -----------------------------------------------------------------------------
 
 
-class Trouble(OSError):
-    """Like a full disk or a lost mount."""
-
-
-@pytest.fixture
-def submodule(toy: Toy) -> Callable[[Toy], str]:
-    """The project in a repository with a submodule; returns what reads its commit."""
-    git(toy.root, "init", "--quiet")
-    git(toy.root, "update-index", "--add", "--cacheinfo", f"160000,{'c' * 40},vllm")
-    return lambda copy: git(copy.root, "ls-files", "--stage", "vllm").split()[1]
-
-
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
 def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
     toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -655,53 +644,39 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
 def test_trouble_leaves_everything_and_can_go_on_or_be_given_up(
     toy: Toy,
     index: Index,
-    submodule: Callable[[Toy], str],
-    monkeypatch: pytest.MonkeyPatch,
+    submodule: Callable[[], str],
     place: str,
     begun: bool,
     way: str,
 ) -> None:
     index.publish(NEXT, MOVED)
     before, still = everything(toy), unmoved(toy)
-
-    def broken(*arguments: object, **options: object) -> None:
-        raise Trouble("no space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(f"tools.series.{place}", broken)
-        with pytest.raises(Trouble):
-            toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
+    with trouble(f"tools.series.{place}"):
+        toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
     assert (toy.build / "rebase").exists() == begun
-    assert (unmoved(toy), submodule(toy)) == (still, "c" * 40)
+    assert (unmoved(toy), submodule()) == (still, "c" * 40)
     if begun and way == "--abort":
         rebase(toy, way)
     if not begun or way == "--abort":
         assert everything(toy) == before
         return
     rebase(toy, way)
-    assert pin(toy)["release"]["commit"] == submodule(toy) == "d" * 40
+    assert pin(toy)["release"]["commit"] == submodule() == "d" * 40
     toy.do("series", "export", "--check")
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_replacement_cut_off_at_any_file_leaves_all_of_them(
-    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, number: int
+    toy: Toy, index: Index, number: int
 ) -> None:
     index.publish(NEXT, MOVED)
-    still = unmoved(toy)
-    real, written = Path.replace, []
+    still, written = unmoved(toy), itertools.count(1)
 
-    def cut(self: Path, target: Path) -> Path:
-        if target.parent == toy.patches:
-            written.append(target)
-            if len(written) == number:
-                raise Trouble("cut off")
-        return real(self, target)
+    def cut(_: Path, target: Path) -> bool:
+        return target.parent == toy.patches and next(written) == number
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", cut)
-        with pytest.raises(Trouble):
-            toy.run("series", "rebase", "--onto", NEXT)
+    with trouble("pathlib.Path.replace", cut):
+        toy.run("series", "rebase", "--onto", NEXT)
     assert unmoved(toy) == still
     rebase(toy, "--continue")
     assert "nothing to do" in toy.do("series", "apply")
@@ -710,23 +685,13 @@ def test_a_replacement_cut_off_at_any_file_leaves_all_of_them(
 
 @pytest.mark.parametrize("place", ["rebase._move_submodule", "rebase.write_record"])
 def test_what_is_left_after_the_replacement_is_done_by_continue(
-    toy: Toy,
-    index: Index,
-    submodule: Callable[[Toy], str],
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
+    toy: Toy, index: Index, submodule: Callable[[], str], place: str
 ) -> None:
     index.publish(NEXT, MOVED)
-
-    def broken(*arguments: object, **options: object) -> None:
-        raise Trouble("no space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(f"tools.series.{place}", broken)
-        with pytest.raises(Trouble):
-            toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
+    with trouble(f"tools.series.{place}"):
+        toy.run("series", "rebase", "--onto", NEXT, "--commit", "d" * 40)
     assert "the new series is in place" in stop(toy, "--abort")
     assert "3 patches onto vLLM" in rebase(toy, "--continue")
-    assert pin(toy)["release"]["commit"] == submodule(toy) == "d" * 40
+    assert pin(toy)["release"]["commit"] == submodule() == "d" * 40
     assert "nothing to do" in toy.do("series", "apply")
     assert sorted(path.name for path in toy.build.iterdir()) == ["vllm"]

@@ -26,6 +26,7 @@ from tests.tools.toy import (
     git,
     make_archive,
     tree_id,
+    trouble,
     write_pin,
 )
 from tools.common.pin import DEFAULT_LINE
@@ -310,21 +311,11 @@ def test_a_missing_changelog_is_refused(repo: Toy) -> None:
     assert "there is no changelog" in refused(repo, "prepare")
 
 
-def test_a_failure_between_the_two_files_leaves_both(
-    released: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_between_the_two_files_leaves_both(released: Toy) -> None:
     edit_second_patch(released)
     commit(released)
     before = released.snapshot(released.root)
-    replace = Path.replace
-
-    def fail(self: Path, target: Path) -> Path:
-        if Path(target).name == "pyproject.toml":
-            raise OSError("the disk is gone")
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="the disk is gone"):
+    with trouble("pathlib.Path.replace", lambda _, target: target.name == "pyproject.toml"):
         released.run("release", "prepare")
     after = released.snapshot(released.root)
     for name in ("CHANGELOG.md", "pyproject.toml"):
@@ -480,13 +471,7 @@ def test_another_release_of_the_number_is_left_as_it_is(prepared: Toy) -> None:
 
 
 @pytest.mark.parametrize("step", ["verify_wheel", "make_provenance"])
-def test_a_failure_in_the_middle_leaves_nothing(
-    prepared: Toy, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    def crash(*arguments: object, **more: object) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(f"tools.release.build.{step}", crash)
-    with pytest.raises(OSError, match="the disk is gone"):
+def test_a_failure_in_the_middle_leaves_nothing(prepared: Toy, step: str) -> None:
+    with trouble(f"tools.release.build.{step}"):
         prepared.run("release", "build")
     assert list((prepared.build / "release").iterdir()) == []

@@ -3,21 +3,16 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.tools.toy import ENVS, NAMES, TREE, VERSION, Toy, git
-from tests.tools.upstream import Index, everything, make_index
+from tests.tools.upstream import Index, everything
 
 
 @pytest.fixture(autouse=True)
-def index(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    index = make_index(tmp_path / "index", toy)
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    # So wide that no line is folded.
-    monkeypatch.setenv("COLUMNS", "400")
-    return index
+def _wide(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # no line is folded
 
 
 def status(toy: Toy, *arguments: str) -> dict[str, str]:

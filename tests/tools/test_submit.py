@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Branches for upstream: what is on them, who signs, what is refused; nothing is pushed."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tools.upstream.submit
-from tests.tools.toy import ENVS, HEADERS, NAMES, TREE, VERSION, Toy, git
-from tests.tools.upstream import commit, everything, make_clone
+from tests.tools.toy import ENVS, HEADERS, NAMES, TREE, VERSION, Toy, git, trouble
+from tests.tools.upstream import commit, configure, everything, make_clone
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
 from tools.upstream.check_patches import Finding, Place
 
@@ -46,18 +47,6 @@ def clone(tmp_path: Path) -> Path:
     git(path, "remote", "add", "origin", str(tmp_path / "origin.git"))
     git(path, "fetch", "--quiet", "origin")
     return path
-
-
-@pytest.fixture
-def person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configure(tmp_path, monkeypatch, "Ada Person", "ada@people.org")
-
-
-def configure(path: Path, monkeypatch: pytest.MonkeyPatch, name: str, email: str) -> None:
-    config = path / "gitconfig"
-    config.write_text(f'[user]\n\tname = "{name}"\n\temail = "{email}"\n')
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 
 
 def submit(toy: Toy, clone: Path, *arguments: str) -> str:
@@ -323,38 +312,19 @@ def test_a_branch_that_is_checked_out_is_not_replaced(toy: Toy, clone: Path) -> 
     assert git(clone, "status", "--porcelain") == ""
 
 
-def test_a_text_that_cannot_be_written_leaves_no_branch(
-    toy: Toy, clone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Path.replace
-
-    def full(self: Path, target: Path) -> Path:
-        if target.name == f"{stem(THIRD)}.md":
-            raise OSError("no space left on device")
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="no space"):
+def test_a_text_that_cannot_be_written_leaves_no_branch(toy: Toy, clone: Path) -> None:
+    text = f"{stem(THIRD)}.md"
+    with trouble("pathlib.Path.replace", lambda _, target: target.name == text):
         submit(toy, clone)
     assert branches(clone) == ["main"]
     assert not list((toy.build / "submit").iterdir())
 
 
-@pytest.mark.parametrize("where", ["_publish", "render_request"])
-def test_trouble_leaves_no_branch_and_no_text(
-    toy: Toy, clone: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+@pytest.mark.parametrize(("where", "call"), [("_publish", 1), ("render_request", 2)])
+def test_trouble_leaves_no_branch_and_no_text(toy: Toy, clone: Path, where: str, call: int) -> None:
     before = (everything(toy), git(clone, "for-each-ref"))
-    real, calls = getattr(tools.upstream.submit, where), []
-
-    def broken(*arguments: Any) -> Any:
-        calls.append(1)
-        if where == "_publish" or len(calls) == 2:
-            raise OSError("no space left on device")
-        return real(*arguments)
-
-    monkeypatch.setattr(tools.upstream.submit, where, broken)
-    with pytest.raises(OSError, match="no space"):
+    calls = itertools.count(1)
+    with trouble(f"tools.upstream.submit.{where}", lambda *_: next(calls) == call):
         submit(toy, clone)
     build = toy.build / "submit"
     assert not list(build.iterdir() if build.exists() else [])

