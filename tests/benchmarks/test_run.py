@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark as a program, with stand-ins for engines."""
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ def complete_rounds(out: Path, load: str) -> list[int]:
     return sorted(key[1] for key in set(keys) if keys.count(key) == key[2] and key[1])
 
 
+@contextlib.contextmanager
+def after_rounds(count: int, out: Path, words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The benchmark after so many rounds."""
+    ends = time.monotonic() + 60
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
+        while not (out / "records.jsonl").exists() or len(complete_rounds(out, "decode")) < count:
+            if time.monotonic() > ends:
+                running.kill()
+                pytest.fail("too few rounds in a minute")
+            time.sleep(0.05)
+        yield running
+
+
 def test_rounds_and_what_they_cost(tmp_path: Path, build: Path) -> None:
     done = run(*command(tmp_path / "out", build, "--rounds", "8"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,16 +78,9 @@ def test_rounds_and_what_they_cost(tmp_path: Path, build: Path) -> None:
 def test_a_killed_run_goes_on(tmp_path: Path, build: Path) -> None:
     out = tmp_path / "out"
     words = command(out, build, "--rounds", "1000")
-    running = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
-    ends = time.monotonic() + 60
-    while time.monotonic() < ends:
-        if (out / "records.jsonl").exists() and len(complete_rounds(out, "decode")) > 2:
-            break
-        time.sleep(0.05)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    with after_rounds(3, out, words) as running:
+        running.kill()
     before = complete_rounds(out, "decode")
-    assert before
     wanted = str(before[-1] + 2)
     done = run(*command(out, build, "--rounds", wanted, "--together"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,14 +100,9 @@ def test_time_that_is_up_ends_with_a_report(tmp_path: Path, build: Path) -> None
 
 def test_a_signal_ends_with_a_report_and_no_process_left(tmp_path: Path, build: Path) -> None:
     out = tmp_path / "out"
-    running = subprocess.Popen(command(out, build), cwd=ROOT, stdout=subprocess.DEVNULL)
-    ends = time.monotonic() + 60
-    while time.monotonic() < ends:
-        if (out / "records.jsonl").exists() and complete_rounds(out, "decode"):
-            break
-        time.sleep(0.05)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(30) == 130
+    with after_rounds(1, out, command(out, build)) as running:
+        running.terminate()
+        assert running.wait(30) == 130
     assert (out / "report.md").exists()
     left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(build) in read(p)]
     assert left == []

@@ -68,15 +68,13 @@ class Stage:
         """The command lines of the programs, in order."""
         return [call["argv"] for call in self._calls()]
 
-    def environment(self, number: int = -1) -> dict[str, str]:
-        return self._calls()[number]["env"]
+    def environment(self) -> dict[str, str]:
+        """The variables of the last of them."""
+        return self._calls()[-1]["env"]
 
     def _calls(self) -> list[dict]:
-        return (
-            [json.loads(line) for line in self.log.read_text().splitlines()]
-            if (self.log.exists())
-            else []
-        )
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture

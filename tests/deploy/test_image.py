@@ -78,16 +78,19 @@ def test_a_runtime_base_is_let_through_and_said_to_compile_nothing(base: Stage) 
     assert "compiler: no nvcc" in done.stdout
 
 
-def test_an_unknown_variant_is_refused(base: Stage) -> None:
-    done = base.run("image/base.sh", IMAGE, "rocm")
+@pytest.mark.parametrize(
+    ("image", "variant", "said"),
+    [
+        (IMAGE, "rocm", "cuda or cpu"),
+        ("nvidia/cuda:13.0.2-devel-ubuntu24.04", "cuda", "without a digest"),
+    ],
+)
+def test_an_unknown_variant_and_a_base_without_a_digest_are_refused(
+    base: Stage, image: str, variant: str, said: str
+) -> None:
+    done = base.run("image/base.sh", image, variant)
     assert done.returncode != 0
-    assert "cuda or cpu" in done.stderr
-
-
-def test_a_base_without_a_digest_is_refused(base: Stage) -> None:
-    done = base.run("image/base.sh", "nvidia/cuda:13.0.2-devel-ubuntu24.04", "cuda")
-    assert done.returncode == 1
-    assert "without a digest" in done.stderr
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -201,8 +204,8 @@ def project(_project: Toy, stage: Stage) -> Toy:
     return _project.copy(stage.place / "project")
 
 
-def labels(project: Toy) -> dict[str, str]:
-    lines = project.do("wheel", "identity", "--variant", "cuda").splitlines()
+def labels(project: Toy, variant: str = "cuda") -> dict[str, str]:
+    lines = project.do("wheel", "identity", "--variant", variant).splitlines()
     return dict(line.split("=", 1) for line in lines)
 
 
@@ -241,23 +244,16 @@ def test_the_wheel_is_built_proved_and_put_out_with_its_bill_of_materials(
     assert bom["metadata"]["component"]["version"] == f"{VERSION}+re.3"
 
 
-def test_a_wheel_that_is_there_is_taken(stage: Stage, project: Toy) -> None:
-    out = project.build / "wheels-cuda"
-    project.do("wheel", "build", "--variant", "cuda", "--out", str(out))
-    project.do("wheel", "build", "--variant", "cuda-aarch64", "--out", str(out))
-    (project.downloads / "untouched").write_text("")
-    done = make_wheel(stage, project, labels(project))
-    assert done.returncode == 0, done.stderr
-    assert "wheel: " not in done.stdout
-    (wheel,) = (stage.place / "out").glob("*.whl")
-    assert wheel.read_bytes() == (out / wheel.name).read_bytes()
-
-
-def test_the_cpu_wheel_that_is_there_is_taken_for_the_cpu_image(stage: Stage, project: Toy) -> None:
-    out = project.build / "wheels"
-    project.do("wheel", "build", "--variant", "cpu", "--out", str(out))
-    identity = project.do("wheel", "identity", "--variant", "cpu").splitlines()
-    done = make_wheel(stage, project, dict(line.split("=", 1) for line in identity), "cpu")
+@pytest.mark.parametrize(
+    ("place", "variants"), [("wheels-cuda", ("cuda", "cuda-aarch64")), ("wheels", ("cpu",))]
+)
+def test_a_wheel_that_is_there_is_taken(
+    stage: Stage, project: Toy, place: str, variants: tuple[str, ...]
+) -> None:
+    out = project.build / place
+    for variant in variants:
+        project.do("wheel", "build", "--variant", variant, "--out", str(out))
+    done = make_wheel(stage, project, labels(project, variants[0]), variants[0])
     assert done.returncode == 0, done.stderr
     assert "wheel: " not in done.stdout
     (wheel,) = (stage.place / "out").glob("*.whl")
@@ -307,44 +303,37 @@ cp {bin}/uv "$3/bin/uv"
 """
 
 
-@pytest.mark.parametrize("variant", ["cuda", "cpu"])
-def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, variant: str) -> None:
+def install(stage: Stage, variant: str = "cuda"):
     stage.program("pip")
-    stage.program("uv")
     maker = stage.place / "maker"
     maker.write_text(_VENV.format(bin=stage.place / "bin"))
     maker.chmod(0o755)
     wheels, venv = stage.place / "wheels", stage.place / "venv"
     wheels.mkdir()
     (wheels / "vllm-1.whl").write_text("")
-    done = stage.run(
-        *("image/install.sh", variant, str(wheels), str(ROOT / "requirements"), str(venv)),
-        PYTHON=str(maker),
-    )
+    words = (variant, str(wheels), str(ROOT / "requirements"), str(venv))
+    return stage.run("image/install.sh", *words, PYTHON=str(maker))
+
+
+@pytest.mark.parametrize("variant", ["cuda", "cpu"])
+def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, variant: str) -> None:
+    stage.program("uv")
+    done = install(stage, variant)
     assert done.returncode == 0, done.stderr
     bootstrap, sync, wheel, check = stage.calls()
     assert {"--require-hashes", "--only-binary"} <= set(bootstrap)
     assert bootstrap[-1] == str(ROOT / "requirements/bootstrap.txt")
     assert {"sync", "--require-hashes", "--no-build"} <= set(sync)
     assert str(ROOT / f"requirements/{variant}.txt") in sync
-    assert {"--no-deps", "--no-index", str(wheels / "vllm-1.whl")} <= set(wheel)
+    assert {"--no-deps", "--no-index", str(stage.place / "wheels/vllm-1.whl")} <= set(wheel)
     assert check[2:4] == ["pip", "check"]
-    assert all(call[-2:] == ["--python", f"{venv}/bin/python"] for call in (sync, wheel, check))
+    python = ["--python", str(stage.place / "venv/bin/python")]
+    assert all(call[-2:] == python for call in (sync, wheel, check))
 
 
 def test_a_failed_installation_fails_the_build(stage: Stage) -> None:
-    stage.program("pip")
     stage.program("uv", status=1)
-    maker = stage.place / "maker"
-    maker.write_text(_VENV.format(bin=stage.place / "bin"))
-    maker.chmod(0o755)
-    (stage.place / "wheels").mkdir()
-    done = stage.run(
-        *("image/install.sh", "cuda", str(stage.place / "wheels"), "locks"),
-        str(stage.place / "venv"),
-        PYTHON=str(maker),
-    )
-    assert done.returncode != 0
+    assert install(stage).returncode != 0
 
 
 # --- health.sh, dp-node.sh, ray-node.sh -----------------------------------------------------------
