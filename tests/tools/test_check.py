@@ -122,20 +122,32 @@ def test_trailing_blanks_in_context_and_removed_lines_are_allowed(toy: Toy) -> N
     toy.do("series", "check")
 
 
+@pytest.mark.parametrize("verb", ["check", "apply"])
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
-        ("vllm/rows/__init__.py", "../rows.py", "a path leaves the tree"),
+        ("vllm/rows/__init__.py", "../escaped.py", "a path leaves the tree"),
+        ("vllm/rows/__init__.py", "vllm/../../escaped.py", "a path leaves the tree"),
+        ("vllm/rows/__init__.py", "/escaped.py", "a path leaves the tree"),
+        ("@@ -0,0 +1 @@", "@@ -0,0 +1,3 @@", "the diff cannot be read"),
         ("+++ b/vllm/rows/__init__.py", "+++ /etc/passwd", "the diff cannot be read"),
         ("vllm/rows/__init__.py", ".git/hooks/post-checkout", "a path leaves the tree"),
         ("new file mode 100644", "new file mode 120000", "a link is changed"),
         ("new file mode 100644", "new file mode 160000", "a link is changed"),
     ],
 )
-def test_a_dangerous_diff_is_refused(toy: Toy, old: str, new: str, what: str) -> None:
-    text = (toy.patches / NAMES[1]).read_text()
-    (toy.patches / NAMES[1]).write_text(text.replace(old, new))
-    assert what in toy.refuse("series", "check")
+def test_a_damaged_or_dangerous_diff_is_refused(
+    toy: Toy, old: str, new: str, what: str, verb: str
+) -> None:
+    toy.do("series", "apply", "--pristine")
+    path = toy.patches / NAMES[1]
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    error = toy.refuse("series", verb)
+    assert what in error
+    assert NAMES[1] in error
+    assert not list(toy.root.parent.rglob("escaped.py"))
 
 
 def test_a_binary_file_is_refused(toy: Toy) -> None:

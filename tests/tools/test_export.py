@@ -20,13 +20,6 @@ def test_export_after_apply_changes_no_byte(toy: Toy) -> None:
     assert toy.snapshot() == before
 
 
-def test_apply_after_export_gives_the_tree_back(toy: Toy, empty: Toy) -> None:
-    empty.patches.rename(empty.root / "none")
-    toy.patches.rename(empty.patches)
-    empty.do("series", "apply")
-    assert git(empty.tree, "rev-parse", "HEAD^{tree}") == git(toy.tree, "rev-parse", "HEAD^{tree}")
-
-
 def test_patches_hold_nothing_that_changes_by_itself(toy: Toy) -> None:
     text = (toy.patches / NAMES[1]).read_text()
     lines = text.splitlines()

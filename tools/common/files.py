@@ -3,7 +3,6 @@
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -62,12 +61,10 @@ def _put(path: Path, data: bytes | None, there: bytes | None) -> None:
 def staging(target: Path) -> Iterator[Path]:
     """An empty directory beside ``target``; removed at the end unless the body renames it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent.resolve()))
-    place.chmod(0o755)
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    beside, prefix = target.parent.resolve(), f".{target.name}-"
+    with tempfile.TemporaryDirectory("", prefix, beside, ignore_cleanup_errors=True) as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 def digest_of(path: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tools.common.cli import add_downloads, add_tree
+from tools.common.cli import add_downloads
 from tools.common.errors import ToolError
 from tools.common.files import digest_of, staging
 from tools.common.git import Git
@@ -34,7 +34,6 @@ BUILDER = "urn:vllm-routed-experts:builder:any"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    add_tree(parser)
     add_downloads(parser)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomlkit
 
-from tools.common.cli import add_downloads, add_tree
+from tools.common.cli import add_downloads
 from tools.common.errors import ToolError
 from tools.common.files import replacing_all
 from tools.common.git import Git
@@ -24,7 +24,6 @@ EXAMPLE = ""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    add_tree(parser)
     add_downloads(parser)
 
 

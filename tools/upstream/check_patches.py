@@ -130,7 +130,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             f"does not find before the patch. Tests: the files it touches. `{command}` writes this "
             "file."
         )
-        write(arguments.out, render(rows, title, about))
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(render(rows, title, about), encoding="utf-8")
     failed = [line for name, findings in rows for line in tell_failed(findings, f"{name}, ")]
     if failed:
         step = "correct the patch (CONTRIBUTING.md, Editing a patch), run it again"
@@ -204,7 +205,7 @@ class Checker:
         git = Git(self.tree)
         commits = [place.commit for place in stack]
         if git.run("cherry-pick", *commits, accept=(0, 1)).returncode:
-            found = ", ".join(git.unmerged())
+            found = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
             git.run("cherry-pick", "--abort")
             what = "a patch does not apply to the release with what it needs"
             step = "name the patch that it stands on in its Needs:, or change it"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from backports import tarfile
 
-from tools.common.cli import add_path, add_tree, table, tell
+from tools.common.cli import add_path, table, tell
 from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
@@ -45,7 +45,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_path(
         parser, "--installed", "the patched wheel's package directory (default: this Python's)"
     )
-    add_tree(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
