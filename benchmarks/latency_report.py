@@ -127,75 +127,63 @@ def report_text(records: Sequence[dict[str, Any]]) -> str:
     starts = [record for record in records if record["kind"] == "start"]
     turns = [record for record in records if record["kind"] == "turn"]
     found = summarize(records)
-    where = (
-        f"vLLM {', '.join(starts[0]['versions'])}; {starts[0]['cores']} cores, "
-        f"{starts[0]['machine']}.\n"
-    )
-    commands = "```sh\n" + "\n".join("python " + " ".join(s["command"]) for s in starts) + "\n```\n"
-    ratios = [
-        "By rounds: the Hodges-Lehmann estimate of the ratio and the exact 95 % interval of "
-        "Wilcoxon's signed-rank test.\n",
-    ]
-    if not setup["requests"]:
-        return "\n".join(
-            [
-                f"# Streams that ask: {setup['model']} on {setup['device']}\n",
-                f"{setup['layers']} layers, dummy weights; {setup['streams']} streams of "
-                f"{setup['output']} tokens decode together; `silent`, `tenth`, `all`: how many of "
-                f"them ask for rows. {where}",
-                commands,
-                "Milliseconds between two chunks of a stream, over all rounds.\n",
-                table(
-                    ["Server, who asks", "Rounds", "p50", "p99", "Greatest", "Answers, MB"],
-                    [
-                        [
-                            label,
-                            len(own := [t for t in turns if label_of(t) == label]),
-                            *(f"{phases['alone'][name]:.2f}" for name in ("p50", "p99", "max")),
-                            f"{statistics.median(t['answers_mb'] for t in own):,.2f}",
-                        ]
-                        for label, phases in found["milliseconds"].items()
-                    ],
-                ),
-                *ratios,
-                table(
-                    ["Of what to what, quantile", "Costs"],
-                    [(k.replace(", alone", ""), v) for k, v in found["ratios"].items()],
-                ),
-            ]
-        )
-    length = setup["prompt"] + setup["output"]
-    rows = [
-        [label, PHASES[phase], *(f"{q[name]:.1f}" for name in ("p50", "p99", "max"))]
+    own = {label: [t for t in turns if label_of(t) == label] for label in found["milliseconds"]}
+    millis = [
+        [label, phase, *(f"{q[name]:.2f}" for name in ("p50", "p99", "max"))]
         for label, phases in found["milliseconds"].items()
         for phase, q in phases.items()
     ]
-    bursts = []
-    for label in found["milliseconds"]:
-        own = [t for t in turns if label_of(t) == label]
-        bursts.append(
-            [label, len(own)]
-            + [
-                f"{statistics.median(t[key] for t in own):,.1f}"
-                for key in ("answers_mb", "ended_within_ms", "burst_ms")
-            ]
+
+    ratios = list(found["ratios"].items())
+
+    def medians(label: str, *keys: str) -> list[str]:
+        return [f"{statistics.median(t[key] for t in own[label]):,.2f}" for key in keys]
+
+    if setup["requests"]:
+        length = setup["prompt"] + setup["output"]
+        title = f"Streams beside {setup['requests']} requests of {length:,} tokens"
+        about = (
+            f"silent streams; {setup['requests']} requests ({setup['prompt']:,} tokens in, cached; "
+            f"{setup['output']} out) are admitted in one step and end in one"
         )
+        rows = [[label, PHASES[phase], *numbers] for label, phase, *numbers in millis]
+        burst = ("answers_mb", "ended_within_ms", "burst_ms")
+        tables = [
+            table(["Server, burst", "When", "p50", "p99", "Greatest"], rows),
+            "`all`: the burst asks for rows, else it does not. The burst, medians of the rounds: "
+            "all answers together, the time between the first and the last answer's beginning, and "
+            "from its admission until all was read.\n",
+            table(BURST_HEAD, [[label, len(own[label]), *medians(label, *burst)] for label in own]),
+        ]
+    else:
+        title = "Streams that ask"
+        ratios = [(name.replace(", alone", ""), cost) for name, cost in ratios]
+        about = (
+            f"streams of {setup['output']} tokens decode together; `silent`, `tenth`, `all`: how "
+            "many of them ask for rows"
+        )
+        head = ["Server, who asks", "Rounds", "p50", "p99", "Greatest", "Answers, MB"]
+        tables = [
+            table(
+                head,
+                [
+                    [label, len(own[label]), *numbers, *medians(label, "answers_mb")]
+                    for label, _, *numbers in millis
+                ],
+            )
+        ]
     return "\n".join(
         [
-            f"# Streams beside {setup['requests']} requests of {length:,} tokens: "
-            f"{setup['model']} on {setup['device']}\n",
-            f"{setup['layers']} layers, dummy weights; {setup['streams']} silent streams; "
-            f"{setup['requests']} requests ({setup['prompt']:,} tokens in, cached; "
-            f"{setup['output']} out) are admitted in one step and end in one. {where}",
-            commands,
-            "Milliseconds between two chunks of a stream, over all rounds; `all`: the burst asks "
-            "for rows, else it does not.\n",
-            table(["Server, burst", "When", "p50", "p99", "Greatest"], rows),
-            "The burst, medians of the rounds: all answers together, the time between the first "
-            "and the last answer's beginning, and from its admission until all was read.\n",
-            table(BURST_HEAD, bursts),
-            *ratios,
-            table(["Server, when, quantile", "Costs"], list(found["ratios"].items())),
+            f"# {title}: {setup['model']} on {setup['device']}\n",
+            f"{setup['layers']} layers, dummy weights; {setup['streams']} {about}. vLLM "
+            f"{', '.join(starts[0]['versions'])}; {starts[0]['cores']} cores, "
+            f"{starts[0]['machine']}.\n",
+            "```sh\n" + "\n".join("python " + " ".join(s["command"]) for s in starts) + "\n```\n",
+            "Milliseconds between two chunks of a stream, over all rounds.\n",
+            *tables,
+            "By rounds: the Hodges-Lehmann estimate of the ratio and the exact 95 % interval of "
+            "Wilcoxon's signed-rank test.\n",
+            table(["Of what to what, quantile", "Costs"], ratios),
         ]
     )
 
