@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.test_release import CHANGELOG, commit
+from tests.tools.test_release import commit, make_repository
 from tests.tools.test_wheel import contents
 from tests.tools.toy import (
     ARCHIVE_ONLY,
@@ -180,10 +180,7 @@ def test_a_wheel_over_other_kernels_is_verified_and_reproducible(
 
 @pytest.fixture
 def prepared(newer: Toy) -> Toy:
-    (newer.root / ".gitignore").write_text("/build/\n")
-    (newer.root / "CHANGELOG.md").write_text(CHANGELOG)
-    git(newer.root, "init", "--quiet")
-    commit(newer)
+    make_repository(newer)
     for line in (Toy(newer.root), newer):
         line.do("release", "prepare", "--offline")
         commit(newer)

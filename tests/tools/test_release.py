@@ -71,14 +71,18 @@ def commit(toy: Toy, message: str = "Work") -> str:
     return git(toy.root, "rev-parse", "HEAD")
 
 
-@pytest.fixture(scope="module")
-def _repo(_full: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    toy = _full.copy(tmp_path_factory.mktemp("repo") / "project")
+def make_repository(toy: Toy) -> Toy:
+    """The project with a changelog, in a commit."""
     (toy.root / ".gitignore").write_text("/build/\n")
     (toy.root / "CHANGELOG.md").write_text(CHANGELOG)
     git(toy.root, "init", "--quiet")
     commit(toy)
     return toy
+
+
+@pytest.fixture(scope="module")
+def _repo(_full: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return make_repository(_full.copy(tmp_path_factory.mktemp("repo") / "project"))
 
 
 @pytest.fixture(scope="module")
