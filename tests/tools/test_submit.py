@@ -209,6 +209,14 @@ def test_the_text_has_purpose_plan_results_statements_and_upstreams_checklist(
         assert foreign not in said
 
 
+def test_a_header_of_two_lines_is_left_out_whole(toy: Toy, clone: Path) -> None:
+    body = HEADERS.replace("returns rows\n", "returns rows, and\n tells of them\n")
+    add(toy, "[Core] More", {"vllm/more.py": "MORE = 1\n"}, body)
+    submit(toy, clone, "more")
+    assert "tells of them" not in text(toy, "more")
+    assert "tells of them" not in git(clone, "log", "-1", "--format=%B", "more")
+
+
 def test_how_a_patch_was_tested_stands_in_the_plan(toy: Toy, clone: Path) -> None:
     body = HEADERS.replace("\n\n", "\n\nTested: by hand, twice.\n\n", 1)
     add(toy, "[Core] More", {"vllm/more.py": "MORE = 1\n"}, body)

@@ -12,16 +12,15 @@ from tools.upstream.testrun import is_test_file
 
 _TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
 _TRAILER = re.compile(r"[A-Z][A-Za-z-]+-by: ")
+# A header's next lines begin with a blank.
+_OWN_HEADERS = re.compile(rf"^{OWN_HEADER.pattern}.*(?:\n[ \t].*)*\n?", re.MULTILINE)
 _lines, _paragraphs = "\n".join, "\n\n".join
 
 
 def split_body(patch: Patch) -> tuple[list[str], list[str]]:
     """The lines of a message that upstream gets, and the trailers among them apart."""
-    lines = [
-        line
-        for line in patch.body.strip().splitlines()
-        if not OWN_HEADER.match(line) and PROJECT_EMAIL not in line
-    ]
+    body = _OWN_HEADERS.sub("", patch.body).strip()
+    lines = [line for line in body.splitlines() if PROJECT_EMAIL not in line]
     trailers = [line for line in lines if _TRAILER.match(line)]
     return [line for line in lines if line not in trailers], trailers
 
