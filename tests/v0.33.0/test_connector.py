@@ -27,11 +27,8 @@ from vllm.distributed.aux_output_connector import worker as worker_side
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    get_private_block_hasher,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -371,7 +368,7 @@ class Engine:
             pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK, sha256)
             if self.setup.caching
-            else get_private_block_hasher(BLOCK),
+            else kv_cache_utils.get_private_block_hasher(BLOCK),  # the release has none
             resumable=session,
         )
 

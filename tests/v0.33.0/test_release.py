@@ -15,6 +15,7 @@ from tests.real import PROJECT
 LINE = Path(__file__).parent.name
 PRISTINE = PROJECT.root / "build" / LINE / "pristine" / "site"
 TEST = Path(__file__).with_name("test_connector.py")
+NAME = "test_every_request_gets_exactly_its_rows"
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,7 +28,7 @@ pytestmark = [
 def run(setup: str) -> tuple[int, str]:
     """Exit status and output of the property test on the release."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(TEST), "-k", f"[{setup}]", "--tb=short"],
+        [sys.executable, "-m", "pytest", f"{TEST}::{NAME}[{setup}]", "--tb=short"],
         cwd=PROJECT.root,
         env={**os.environ, "PYTHONPATH": str(PRISTINE)},
         text=True,
