@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 
 # What the tests need of a tree. Not vllm/: it would be imported instead of the installed wheel.
-PARTS = ("tests", "examples", "docs/mkdocs/hooks", "pyproject.toml")
+PARTS = ("tests", "examples", "docs/mkdocs", "pyproject.toml")
 LIMIT_S = 600
 
 SAME, FIXED, BROKEN, OTHER = "same", "fixed", "broken", "differs"
