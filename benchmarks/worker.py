@@ -94,7 +94,7 @@ class Engine:
                 ignore_eos=True,
                 max_tokens=max_tokens,
                 detokenize=False,
-                extra_args=None if ask is None else {"return_routed_experts": ask},
+                **({} if ask is None else {"return_routed_experts": ask}),
             )
             for ask in asks
         ]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,14 +56,16 @@ class Recorder:
             finally:
                 state["dummy"] = False
 
+        read_batch = self._batch_reader()
+
         def see_batch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             if state["dummy"]:
                 return
-            req_ids = list(runner.input_batch.req_ids)
+            first, starts = read_batch()
             steps.append(
                 {
-                    "first": [runner.requests[r].prompt_token_ids[0] for r in req_ids],
-                    "starts": runner.query_start_loc.np[: len(req_ids) + 1].tolist(),
+                    "first": first,
+                    "starts": starts,
                     "positions": kwargs["positions"].clone(),
                     "logits": {},
                 }
@@ -128,6 +131,39 @@ class Recorder:
                 weight = module.weight.data
                 random = torch.randn(weight.shape, generator=generator) * std
                 weight.copy_(random.to(weight.dtype))
+
+    def _batch_reader(self) -> Callable[[], tuple[list[int], list[int]]]:
+        """A function that gives, during a forward pass, the first token of each of its requests and
+        where each request's tokens begin, and the end of the last one's."""
+        runner = self.model_runner
+        if hasattr(runner, "input_batch"):
+
+            def read() -> tuple[list[int], list[int]]:
+                req_ids = list(runner.input_batch.req_ids)
+                first = [runner.requests[r].prompt_token_ids[0] for r in req_ids]
+                return first, runner.query_start_loc.np[: len(req_ids) + 1].tolist()
+
+            return read
+        # Model Runner V2 keeps neither the batch nor the prompts on the host.
+        first_tokens: dict[str, int] = {}
+        batch: Any = None
+        add_request, prepare_inputs = runner.req_states.add_request, runner.prepare_inputs
+
+        def see_request(**request: Any) -> Any:
+            first_tokens[request["req_id"]] = request["all_token_ids"][0]
+            return add_request(**request)
+
+        def see_inputs(*args: Any, **kwargs: Any) -> Any:
+            nonlocal batch
+            batch = prepare_inputs(*args, **kwargs)
+            return batch
+
+        def read_v2() -> tuple[list[int], list[int]]:
+            starts = batch.query_start_loc_np[: len(batch.req_ids) + 1].tolist()
+            return [first_tokens[r] for r in batch.req_ids], starts
+
+        runner.req_states.add_request, runner.prepare_inputs = see_request, see_inputs
+        return read_v2
 
     def _physical_experts(self) -> list[Any]:
         state = getattr(self.model_runner, "eplb_state", None)

@@ -90,6 +90,9 @@ def gather_logits(scratch: Path) -> tuple[Logits, bool]:
                 whole = parts[0]
                 if len(whole) < len(positions):
                     whole = np.concatenate(parts)[: len(positions)]
+                # Rows behind the batch are padding.
+                if np.isnan(whole[: step["starts"][-1]]).any():
+                    raise Failed(f"layer {layer}: the model gave logits that are no numbers")
                 for prompt, begin, end in zip(
                     step["first"], step["starts"], step["starts"][1:], strict=False
                 ):

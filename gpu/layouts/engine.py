@@ -40,7 +40,7 @@ def run_engine(spec: dict[str, Any]) -> None:
             ignore_eos=True,
             max_tokens=spec["tokens"],
             detokenize=False,
-            extra_args={"return_routed_experts": asks(i)},
+            return_routed_experts=asks(i),
         )
         for i in indices
     ]

@@ -168,7 +168,7 @@ def run_servers(
             prompts[index],
             max_tokens=cell.tokens,
             ignore_eos=True,
-            extra_args={"return_routed_experts": asks(index)},
+            return_routed_experts=asks(index),
         )
         save_answer(
             scratch,
