@@ -26,6 +26,8 @@ time.perf_counter = lambda: now
 
 
 class SamplingParams:
+    return_routed_experts = None
+
     def __init__(self, **fields):
         self.__dict__.update(fields)
 
@@ -60,7 +62,7 @@ class LLM:
     def wait_for_completion(self, use_tqdm):
         assert not self.asleep
         prompts, params = self.queued
-        asking = [bool((p.extra_args or {}).get("return_routed_experts")) for p in params]
+        asking = [bool(p.return_routed_experts) for p in params]
         steps = params[0].max_tokens
         global now
         for step in range(steps):

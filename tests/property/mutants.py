@@ -211,7 +211,7 @@ MUTANTS = [
     Mutant(
         "page of the store not counted",
         STORE,
-        "        self._rows.retain(page)\n",
+        "            self._rows.retain(pages)\n",
         "",
     ),
     Mutant(
