@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant(
         "rows of received blocks expected",
         MANAGER,
-        "        if block_index * self._rows.page_size < num_received:\n            return\n",
+        "            and index * self._rows.page_size >= num_received\n",
         "",
     ),
     Mutant(
