@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "shared page not counted",
         ROWS,
-        "        self._references[pages] += 1\n",
-        "",
+        "        table[:] = pages\n        self._references[pages] += 1\n",
+        "        table[:] = pages\n",
     ),
     Mutant(
         "page of the store not counted",
