@@ -3,6 +3,8 @@
 again and with start offsets. Needs no GPU.
 
     python -m benchmarks.turns --out benchmarks/results/turns-cpu.md
+    .venv-v0.33.0/bin/python -m benchmarks.turns --on v0.33.0 \
+        --out benchmarks/results/v0.33.0/turns-cpu.md
 
 One server with prefix caching and `--routed-experts-opt-in`. In each round three conversations of
 equal lengths, in changing order: silent; all rows in each turn; `routed_experts_prompt_start` at
@@ -33,7 +35,8 @@ from benchmarks.paired import ENOUGH_PAIRS
 from examples.client import PATH, Completion, join
 from examples.clients.turns import join_turns
 from harness.checkpoint import make_checkpoint
-from harness.server import Server
+from harness.lines import FIRST, LINES
+from harness.server import Server, ServerError
 
 LAYERS, TOP_K = 16, 8
 MODEL = {
@@ -72,10 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the record, Markdown")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(
+        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+    )
     args = parser.parse_args(argv)
     try:
-        rounds = measure(args.rounds)
-    except Failure as e:
+        rounds = measure(args.rounds, args.on)
+    except (Failure, ServerError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     args.out.write_text(report(rounds))
@@ -83,14 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(count: int) -> list[dict[str, list[Turn]]]:
+def measure(count: int, line: str) -> list[dict[str, list[Turn]]]:
     """Play the rounds; the turns of each by mode."""
     rng = np.random.default_rng(0)
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder) / "model", **MODEL)
         with (
-            Server(checkpoint, Path(folder) / "server.log", SERVER) as server,
+            Server(checkpoint, Path(folder) / "server.log", SERVER, line=line) as server,
             httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client,
         ):
             for n in range(-1, count):  # the first one warms up

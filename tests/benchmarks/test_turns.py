@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import turns
 from benchmarks.turns import MODES, TURNS, Turn, report
+from harness.server import ServerError
 
 Rounds = list[dict[str, list[Turn]]]
 
@@ -40,3 +43,14 @@ def test_times_are_compared_within_a_round() -> None:
 
 def test_few_rounds_give_no_verdict() -> None:
     assert report(make_rounds(7)).count("| no verdict | no verdict |") == TURNS
+
+
+def test_server_is_of_the_line_and_its_end_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def server(*args: object, line: str) -> None:
+        raise ServerError(f"no server of {line}")
+
+    monkeypatch.setattr(turns, "Server", server)
+    assert turns.main(["--on=v0.33.0", f"--out={tmp_path / 'record.md'}"]) == 1
+    assert capsys.readouterr().err == "error: no server of v0.33.0\n"
