@@ -184,7 +184,8 @@ def growth(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int]]:
 
 
 def limit(mib: int) -> float:
-    """Memory in MiB above which an engine that had so much has grown."""
+    """Memory in MiB above which an engine that had so much has grown. oneDNN's cache takes up to
+    14 MiB: 1,024 matmul primitives, one for each weight's shape and number of tokens in a step."""
     return 1.02 * mib + 8
 
 
