@@ -83,6 +83,12 @@ CLIENTS = {
         (*ENGINES, "several turns, resent", "abort and resume"), VERL, "vLLMHttpServer"
     ),
     "SkyRL": Client((*EACH, "several turns", "n > 1"), ("skyrl",)),
+    # On the first line it does not start.
+    **(
+        {}
+        if LINE == FIRST
+        else {"SkyRL, its server": Client((*ENGINES, "several turns"), ("skyrl",), "HTTP server")}
+    ),
     "vime": Client((*WHOLE, *ABORTS), rule=rules.vime),
     "NeMo-RL": Client(WHOLE, rule=rules.nemo_rl),
     "slime, AReaL, ROLL": Client((*WHOLE, *ABORTS), rule=rules.sglang),
@@ -174,7 +180,10 @@ def replayed(
                 paths=[*([verl()] if module == "verl" else []), *line.packages],
                 **{**ENVIRONMENT, **line.environment, "TORCH_COMPILE_DISABLE": "1"},
                 VLLM_CACHE_ROOT=str(folder / "cache"),
-                RECIPE=commands("verl")[1],
+                RECIPE={
+                    "verl": commands("verl")[1],
+                    "skyrl": commands("SkyRL", "python")[0],
+                }.get(module, ""),
             )
         run(client.environment / "bin/python", f"with_{module}", records, folder / "out")
         return folder / "out"

@@ -73,12 +73,15 @@ def read_record(file: Path) -> list[Turn]:
     return [Turn(**turn) for turn in json.loads(file.read_text())]
 
 
-def make_turn(prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any, str]]) -> Turn:
+def make_turn(
+    prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any, str]], start: int = 0
+) -> Turn:
     """A request to a client's own engine.
 
     Args:
         prompt: P ids.
-        answers: its choices: returned ids, their rows from position 0, and the finish reason.
+        answers: its choices: returned ids, their rows from `start` on, and the finish reason.
+        start: position of the first row.
     """
     choices = [
         {
@@ -86,13 +89,13 @@ def make_turn(prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any,
             "token_ids": list(token_ids),
             "finish_reason": finish_reason,
             "routed_experts": encode(rows),
-            "routed_experts_start": 0,
+            "routed_experts_start": start,
             "moe_layers": rows.any(axis=(0, 2)).nonzero()[0].tolist(),
             "num_prompt_tokens": len(prompt),
         }
         for index, (token_ids, rows, finish_reason) in enumerate(answers)
     ]
-    return Turn(list(prompt), 0, [{"choices": choices}])
+    return Turn(list(prompt), start, [{"choices": choices}])
 
 
 class Engine(Protocol):
