@@ -10,6 +10,7 @@ from tests.tools.toy import HEADERS, Toy, write_files
 from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.series.series import read_series, with_needs
+from tools.series.tree import BASE_REF
 from tools.upstream import check_patches, hubcache
 from tools.upstream.check_patches import (
     CHECKS,
@@ -108,6 +109,44 @@ def test_markdown_is_checked_with_the_configuration_of_the_release(series: Toy) 
     series.commit("[Doc] Allow it", {**config, "docs/more.md": f"# Rows\n\n{'rows ' * 30}rows\n"})
     before, after = checked(series, LINTERS)
     assert (before[LINTERS].good, after[LINTERS].good) == (False, True)
+
+
+OLD = "def test_old():\n    raise KeyError('rows')\n\n\ndef test_good():\n    pass\n"
+
+
+@pytest.fixture
+def failing(series: Toy) -> Toy:
+    """The project on a release that has a failing test, and with a patch that leaves it alone."""
+    series.commit("Release", {"tests/test_a.py": OLD})
+    Git(series.tree).run("update-ref", BASE_REF, "HEAD")
+    series.commit("[Core] Count", GOOD)
+    return series
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"# Rows.\n{OLD}", "1 passed, 1 fail on the release too"),
+        (OLD.replace("KeyError", "ValueError"), "1 passed, 1 failed"),
+        (OLD.replace("pass", "raise KeyError"), "0 passed, 1 fail on the release too, 1 failed"),
+        (OLD.replace("test_old", "test_new"), "1 passed, 1 failed"),
+    ],
+)
+def test_a_test_counts_unless_it_fails_the_same_way_on_the_release(
+    failing: Toy, text: str, said: str
+) -> None:
+    failing.commit("[Core] Break", {"tests/test_a.py": text})
+    (found,) = checked(failing, TESTS)
+    assert found[TESTS].said == said
+    assert found[TESTS].good == (", 1 failed" not in said)
+
+
+def test_a_file_of_the_release_runs_once_for_all_patches(failing: Toy) -> None:
+    for number in range(2):
+        failing.commit(f"[Core] Count to {number}", {"tests/test_a.py": f"# {number}\n{OLD}"})
+    checked(failing, TESTS)
+    results = (failing.build / "check-patches/results").glob("*/tests/test_a.xml")
+    assert len(list(results)) == 3
 
 
 def test_a_later_patch_does_not_repair_an_earlier_one(series: Toy) -> None:

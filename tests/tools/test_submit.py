@@ -3,13 +3,13 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tools.upstream.submit
 from tests.tools.toy import ENVS, HEADERS, NAMES, TREE, VERSION, Toy, git, trouble
 from tests.tools.upstream import commit, configure, everything, make_clone
+from tools.common.git import Git
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
 from tools.upstream.check_patches import Finding, Place
 
@@ -232,7 +232,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
     seen: list[Place] = []
 
     class Fake:
-        def __init__(self, *arguments: Any) -> None: ...
+        def __init__(self, git: Git, site: Path, build: Path, release: str) -> None:
+            assert git.subject(release) == f"vLLM {VERSION}"
 
         def check(self, place: Place, name: str) -> Finding:
             seen.append(place)

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every patch at its own place in the series, as a pull request that stops there would be; or, with
-``--alone``, on the release with what it needs.
-
-vLLM imports, its own linters pass on the files that the patch touches, mypy finds no error that the
-commit before does not have, and the tests that the patch touches pass.
-"""
+``--alone``, on the release with what it needs."""
 
 import argparse
-import hashlib
 import json
 import re
 import shutil
@@ -22,13 +17,21 @@ from typing import Any, NamedTuple
 
 from tools.common.cli import add_flag, add_path, add_tree, table, tell
 from tools.common.errors import ToolError
-from tools.common.files import write
+from tools.common.files import digest_of, write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.series import read_series, with_needs
 from tools.series.tree import BASE_REF, open_tree
 from tools.upstream.hubcache import recipe
-from tools.upstream.testrun import PASSED, SKIPPED, is_test_file, run_file, test_environment
+from tools.upstream.testrun import (
+    FAILED,
+    PASSED,
+    SKIPPED,
+    Results,
+    is_test_file,
+    run_file,
+    test_environment,
+)
 from tools.wheel.verify import find_site, verify_installed
 
 EXAMPLE = "--out benchmarks/results/check-patches.md"
@@ -78,9 +81,9 @@ HOOKS = (
 # in vLLM's configuration. Without packages, as there, so that torch's own types do not count.
 MYPY = ("mypy", "--no-site-packages", "--no-error-summary", "--python-version")
 MYPY_VERSION = re.compile(r'mypy\.py .*"(3\.\d+)"')
-MYPY_SCRIPT = "tools/pre_commit/mypy.py"
 IMPORTS, LINTERS, TYPES, TESTS = "imports", "linters", "types", "tests"
 CHECKS = (IMPORTS, LINTERS, TYPES, TESTS)
+CANNOT_RUN, FAILED_BEFORE = "cannot run here", "fail on the release too"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -93,9 +96,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Check every patch at its own place: vLLM imports, its linters pass on the files touched, mypy
-    finds nothing that it does not find before the patch, and the tests touched pass. Finished
-    checks are not repeated, so an interrupted run can be continued. The wheel of the series must be
-    installed."""
+    finds nothing that it does not find before the patch, and the tests touched pass, or fail in the
+    same way on the release. Finished checks are not repeated, so an interrupted run can be
+    continued. The wheel of the series must be installed."""
     installed = arguments.installed or Path(sys.executable)
     verify_installed(project, installed)
     git = open_tree(project)
@@ -127,11 +130,11 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             f"{len(rows)} patches on vLLM {project.pin.version}, {where}, on a CPU. Imports: the "
             "modules it touches, and the server's. Linters: vLLM's own rules and hooks (SPDX "
             "headers among them) pass on the files it touches. Types: mypy finds nothing that it "
-            f"does not find before the patch. Tests: the files it touches. `{command}` writes this "
-            "file."
+            "does not find before the patch. Tests: those of the files it touches; one that fails "
+            "in the same way on the release does not count against the patch. "
+            f"`{command}` writes this file."
         )
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(render(rows, title, about), encoding="utf-8")
+        write(arguments.out, render(rows, title, about))
     failed = [line for name, findings in rows for line in tell_failed(findings, f"{name}, ")]
     if failed:
         step = "correct the patch (CONTRIBUTING.md, Editing a patch), run it again"
@@ -167,10 +170,12 @@ class Checker:
         git: the applied series.
         site: where its wheel is installed; kernels and generated files come from there.
         build: what is made goes there. A finished check of the same trees is not made again.
+        release: the commit that it stands on.
     """
 
-    def __init__(self, git: Git, site: Path, build: Path) -> None:
+    def __init__(self, git: Git, site: Path, build: Path, release: str = BASE_REF) -> None:
         self.git = git
+        self.release = release
         self.site = site
         self.build = build
         self.tree = build / PACKAGE
@@ -194,18 +199,13 @@ class Checker:
     def stand_alone(self, name: str, stack: Sequence[Place]) -> Place:
         """A patch on the release, above only those that it needs.
 
-        Args:
-            name: of the patch.
-            stack: the places of those that it needs, and its own last, in the series.
-
-        Raises:
-            ToolError: They do not apply without the rest of the series.
+        ``stack`` has the places of these in the series, and the patch's own last.
         """
-        self._go_to(BASE_REF)
+        self._go_to(self.release)
         git = Git(self.tree)
         commits = [place.commit for place in stack]
         if git.run("cherry-pick", *commits, accept=(0, 1)).returncode:
-            found = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
+            found = ", ".join(git.unmerged())
             git.run("cherry-pick", "--abort")
             what = "a patch does not apply to the release with what it needs"
             step = "name the patch that it stands on in its Needs:, or change it"
@@ -278,8 +278,7 @@ class Checker:
             for hook in HOOKS:
                 commands[hook] = (sys.executable, f"tools/pre_commit/{hook}.py", *python)
         if markdown:
-            there = (self.tree / MARKDOWN_CONFIG).exists()
-            config = ("--config", MARKDOWN_CONFIG) if there else ()
+            config = ("--config", MARKDOWN_CONFIG) if (self.tree / MARKDOWN_CONFIG).exists() else ()
             commands[" ".join(MARKDOWN[:2])] = (*MARKDOWN, *config, *markdown)
         failed = {}
         for name, command in commands.items():
@@ -328,27 +327,42 @@ class Checker:
 
     def _check_tests(self, place: Place) -> Finding:
         files = [file for file in self._files(place, ".py") if is_test_file(file)]
-        passed, skipped, bad = 0, 0, []
+        there = self.git.files(self.release, "tests")
+        counts, details = Counter[str](), []
         for file in files:
-            key = f"{self.git.tree_id(place.commit)[:12]}-{recipe()[:8]}"
-            results = self.results / key / Path(file).with_suffix(".xml")
-            if not results.is_file():
-                self._go_to(place.commit)
-            outcomes = run_file(file, self.tree, self._environment(), results, LIMIT_S)
+            outcomes = self._run_tests(place.commit, file)
+            before: Results = {}
+            if file in there and any(o.bad and not o.cannot_run for o in outcomes.values()):
+                before = self._run_tests(self.release, file)
             for test, outcome in outcomes.items():
-                passed += outcome.status == PASSED
-                skipped += outcome.status == SKIPPED or outcome.cannot_run is not None
-                if outcome.bad and not outcome.cannot_run:
-                    bad.append(f"{test}: {outcome.reason}")
-        said = f"{passed} passed" if files else "none touched"
-        said += f", {skipped} cannot run here" if skipped else ""
-        said += f", {len(bad)} failed" if bad else ""
-        return Finding(not bad, said, "\n".join(bad))
+                if outcome.status == SKIPPED or outcome.cannot_run:
+                    kind = CANNOT_RUN
+                elif not outcome.bad:
+                    kind = PASSED
+                elif outcome.is_like(before.get(test)):
+                    kind = FAILED_BEFORE
+                elif outcome.bad:
+                    kind = FAILED
+                    details.append(f"{test}: {outcome.reason}")
+                counts[kind] += 1
+        if not files:
+            return Finding(True, "none touched")
+        kinds = (PASSED, CANNOT_RUN, FAILED_BEFORE, FAILED)
+        said = [f"{counts[kind]} {kind}" for kind in kinds if counts[kind] or kind == PASSED]
+        return Finding(not details, ", ".join(said), "\n".join(details))
+
+    def _run_tests(self, commit: str, file: str) -> Results:
+        """The results of one test file, or those that an earlier run left."""
+        key = f"{self.git.tree_id(commit)[:12]}-{recipe()[:8]}"
+        results = self.results / key / Path(file).with_suffix(".xml")
+        if not results.is_file():
+            self._go_to(commit)
+        return run_file(file, self.tree, self._environment(), results, LIMIT_S)
 
 
-_GROUPS = f"""
+_GROUPS = """
 import json, runpy, sys
-hook = runpy.run_path("{MYPY_SCRIPT}")
+hook = runpy.run_path("tools/pre_commit/mypy.py")
 names = [name for name in sys.argv[1:] if name.endswith((".py", ".pyi"))]
 print(json.dumps(hook["group_files"](names)))
 """
@@ -356,7 +370,7 @@ print(json.dumps(hook["group_files"](names)))
 
 def _recipe() -> str:
     """A digest of how the checks are made."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    return digest_of(Path(__file__))[:8]
 
 
 def _tail(text: str, lines: int = 12) -> str:

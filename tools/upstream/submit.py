@@ -256,7 +256,7 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
                     found=base.git.oneline(f"refs/heads/{name}"),
                     next_step="look at it, then: --replace; or another name: --topic",
                 )
-            findings = _check(project, git, head, len(mine)) if asked.test else {}
+            findings = _check(project, git, base.commit, head, len(mine)) if asked.test else {}
             path = project.build / "submit" / f"{name.replace('/', '-')}.md"
             texts[path] = render_request(
                 git, base.commit, base.label, patches, len(below), head, findings
@@ -273,11 +273,11 @@ def _publish(base: Base, branches: Iterable[Branch]) -> None:
     base.git.run("update-ref", "--stdin", stdin="".join(lines).encode())
 
 
-def _check(project: Project, git: Git, head: str, number: int) -> dict[str, Finding]:
+def _check(project: Project, git: Git, base: str, head: str, number: int) -> dict[str, Finding]:
     """Check the last commits of a branch together, with the kernels that are installed."""
     place = Place(git.text("rev-parse", f"{head}~{number}"), head)
     build = project.build / "submit-checks"
-    checker = Checker(git, find_site(Path(sys.executable)), build)
+    checker = Checker(git, find_site(Path(sys.executable)), build, base)
     findings = {}
     for check in (IMPORTS, LINTERS, TESTS):
         findings[check] = found = checker.check(place, check)

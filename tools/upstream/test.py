@@ -194,7 +194,7 @@ def compare(
 
 def _verdict(before: Outcome | None, after: Outcome | None, ours: bool) -> str:
     """The verdict on one test; ``ours``: the series touches it."""
-    if before and after and before.status == after.status and before.reason == after.reason:
+    if before and before.is_like(after):
         return SAME
     if after and after.bad and not after.cannot_run:
         return BROKEN

@@ -56,6 +56,10 @@ class Outcome(NamedTuple):
         found = (why for what, why in CANNOT_RUN.items() if re.search(what, self.message))
         return next(found, None)
 
+    def is_like(self, other: "Outcome | None") -> bool:
+        """Whether another run of the test ended in the same way."""
+        return other is not None and (self.status, self.reason) == (other.status, other.reason)
+
 
 Results = dict[str, Outcome]
 
