@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every real series on its real release."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def series(project: Project) -> Series:
 def tree(project: Project, series: Series, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_source(project)
     path = tmp_path_factory.mktemp("series") / "vllm"
-    apply_series(replace(project, tree_at=path), series)
+    apply_series(project.with_tree(path), series)
     return path
 
 
@@ -45,7 +44,7 @@ def test_one_commit_per_patch(series: Series, tree: Path) -> None:
 
 
 def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:
-    exported = export_series(replace(project, tree_at=tree), check=True)
+    exported = export_series(project.with_tree(tree), check=True)
     assert exported.stale == []
     assert [patch.data for patch in exported.series] == [patch.data for patch in series]
 
@@ -60,17 +59,17 @@ def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None
     for commit in git.commits(f"{BASE_REF}..HEAD"):
         files = git.files(commit)
         touched = {
-            change.path: files[change.path].blob
+            change.path: files[change.path]
             for change in git.changes(BASE_REF, commit)
             if change.path.endswith(".py") and change.path in files
         }
         contents = git.contents(touched.values())
         for path, blob in touched.items():
-            compile(contents[blob], f"{git.oneline(commit)}: {path}", "exec", dont_inherit=True)
+            compile(contents[blob], f"{git.log(commit)}: {path}", "exec", dont_inherit=True)
 
 
 def test_another_directory_gives_the_same_commit(
     project: Project, series: Series, tree: Path, tmp_path: Path
 ) -> None:
-    other = replace(project, tree_at=tmp_path / "elsewhere" / "vllm")
+    other = project.with_tree(tmp_path / "elsewhere" / "vllm")
     assert apply_series(other, series).commit == Git(tree).commit_id("HEAD")

@@ -4,7 +4,6 @@
 import hashlib
 import shutil
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_source()
     need(CPU.file)
     path = tmp_path_factory.mktemp("wheel") / "vllm"
-    apply_series(replace(PROJECT, tree_at=path), series)
+    apply_series(PROJECT.with_tree(path), series)
     return path
 
 
 def build(tree: Path, out: Path) -> Built:
-    return build_wheel(replace(PROJECT, tree_at=tree), "cpu", out)
+    return build_wheel(PROJECT.with_tree(tree), "cpu", out)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +38,12 @@ def built(tree: Path) -> Built:
 
 
 def verify(tree: Path, wheel: Path) -> None:
-    verify_wheel(replace(PROJECT, tree_at=tree), wheel)
+    verify_wheel(PROJECT.with_tree(tree), wheel)
 
 
 def test_two_builds_in_two_directories_give_the_same_bytes(built: Built, tmp_path: Path) -> None:
     other = tmp_path / "elsewhere" / "vllm"
-    apply_series(replace(PROJECT, tree_at=other), real_series())
+    apply_series(PROJECT.with_tree(other), real_series())
     again = build(other, tmp_path / "two")
     shutil.rmtree(tmp_path / "elsewhere")
     assert again.path.name == built.path.name

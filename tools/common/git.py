@@ -15,7 +15,6 @@ _SETTINGS = {
     "core.fsmonitor": "false",
     "core.autocrlf": "false",  # bytes in the tree are bytes in the file
     "core.eol": "lf",
-    "core.safecrlf": "false",
     "core.quotePath": "true",  # one spelling of unusual paths in diffs
     "core.abbrev": "40",
     "commit.gpgSign": "false",
@@ -24,9 +23,7 @@ _SETTINGS = {
     "i18n.commitEncoding": "UTF-8",
     "i18n.logOutputEncoding": "UTF-8",
     "apply.whitespace": "nowarn",
-    "apply.ignoreWhitespace": "no",
     "protocol.file.allow": "always",  # a fetch from the submodule's own directory
-    "advice.detachedHead": "false",
 }
 _ARGUMENTS = [part for key, value in _SETTINGS.items() for part in ("-c", f"{key}={value}")]
 
@@ -48,20 +45,13 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
-class Entry(NamedTuple):
-    """A file in a tree: its mode as git writes it, and its blob id."""
-
-    mode: str
-    blob: str
-
-
 class Change(NamedTuple):
-    """One line of a raw diff: status letter, path, blob ids before and after."""
+    """One line of a raw diff: path, blob ids before and after, status letter."""
 
-    status: str
     path: str
     before: str
     after: str
+    status: str
 
 
 class Git:
@@ -115,18 +105,15 @@ class Git:
 
     def dirt(self) -> list[str]:
         """Status lines of everything that is changed or untracked; empty means clean."""
-        out = self.run("status", "--porcelain", "--untracked-files=all").stdout.decode()
-        return out.splitlines()
+        return (
+            self.run("status", "--porcelain", "--untracked-files=all").stdout.decode().splitlines()
+        )
 
     def refuse_dirt(self, what: str) -> None:
         """Raise an error that begins with ``what`` unless the work tree is clean."""
         if dirt := self.dirt():
-            raise ToolError(
-                what,
-                where=self.path,
-                next_step=f"commit or stash them: git -C {self.path} status",
-                details=dirt[:20],
-            )
+            step = f"commit or stash them: git -C {self.path} status"
+            raise ToolError(what, where=self.path, next_step=step, details=dirt[:20])
 
     def commits(self, *revisions: str) -> list[str]:
         """Commit ids, oldest first."""
@@ -140,28 +127,19 @@ class Git:
         """The files in conflict."""
         return self.text("diff", "--name-only", "--diff-filter=U").splitlines()
 
-    def log(self, commit: str, form: str) -> str:
+    def log(self, commit: str, form: str = "%h %s") -> str:
         """One commit in a format of ``git log``."""
         return self.text("log", "-1", "--abbrev=12", f"--format={form}", commit)
 
     def subject(self, commit: str) -> str:
         return self.log(commit, "%s")
 
-    def message(self, commit: str) -> str:
-        return self.log(commit, "%B")
-
-    def oneline(self, commit: str) -> str:
-        return self.log(commit, "%h %s")
-
-    def files(self, revision: str, *under: str) -> dict[str, Entry]:
-        """Every file of a tree, by path."""
+    def files(self, revision: str, *under: str) -> dict[str, str]:
+        """The blob ids of every file of a tree, by path."""
         out = self.run("ls-tree", "-r", "-z", "--full-tree", revision, "--", *under).stdout
-        found = {}
-        for row in filter(None, out.decode(errors="surrogateescape").split("\0")):
-            facts, path = row.split("\t", 1)
-            mode, _, blob = facts.split()
-            found[path] = Entry(mode, blob)
-        return found
+        rows = out.decode(errors="surrogateescape").split("\0")[:-1]
+        pairs = (row.split("\t", 1) for row in rows)
+        return {path: facts.split()[2] for facts, path in pairs}
 
     def read(self, revision: str, path: str) -> bytes | None:
         """The bytes of one file of a tree; None where it has no such file."""
@@ -185,8 +163,5 @@ class Git:
         options = ("-r", "-z", "--raw", "--no-abbrev", "--no-renames")
         out = self.run("diff-tree", *options, before, after).stdout
         parts = out.decode(errors="surrogateescape").split("\0")
-        found = []
-        for facts, path in zip(parts[0::2], parts[1::2], strict=False):
-            _, _, old, new, status = facts.lstrip(":").split()
-            found.append(Change(status, path, old, new))
-        return found
+        pairs = zip(parts[0::2], parts[1::2], strict=False)
+        return [Change(path, *facts.split()[2:]) for facts, path in pairs]

@@ -44,7 +44,7 @@ class BaseWheel:
     tag: str
     local_suffix: str
     trusted_by: str
-    tests_only: bool = False
+    tests_only: bool
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ def load_pin(path: Path) -> Pin:
             sha256=value(f"{table}.sha256", r"[0-9a-f]{64}"),
         )
 
-    def base_wheel(variant: str) -> BaseWheel:
+    wheels = {}
+    for variant in data.get("wheel", {}):
         table = f"wheel.{variant}"
+        if "filename" not in data["wheel"][variant]:  # the release has no such wheel
+            continue
         file, tag = pinned(table), value(f"{table}.tag", r"\w+-\w+-[\w.]+")
-        suffix = value(f"{table}.local_suffix", r"\w*")
-        trusted_by = value(f"{table}.trusted_by")
-        return BaseWheel(variant, file, tag, suffix, trusted_by, file.version != release)
-
-    # A variant has no file where the release has no such wheel.
-    variants = [name for name, table in data.get("wheel", {}).items() if "filename" in table]
+        suffix, trusted_by = value(f"{table}.local_suffix", r"\w*"), value(f"{table}.trusted_by")
+        tests_only = file.version != release
+        wheels[variant] = BaseWheel(variant, file, tag, suffix, trusted_by, tests_only)
     return Pin(
         line=path.parent.name,
         version=release,
@@ -113,7 +113,7 @@ def load_pin(path: Path) -> Pin:
         source=pinned("source"),
         archive_only=tuple(value("source.archive_only")),
         submodule=value("source.submodule", r"[\w.-]*", default="") or None,
-        wheels={variant: base_wheel(variant) for variant in variants},
+        wheels=wheels,
     )
 
 
@@ -123,56 +123,40 @@ def lines(root: Path) -> list[str]:
     return [name for name in found if not name.startswith(".")]
 
 
-@dataclass(frozen=True)
 class Project:
     """The repository and one of its lines: where its parts are, and where pinned files come from.
 
-    ``wheelhouse`` is searched first and never written to. ``offline`` forbids the network.
+    ``wheelhouse`` is searched first and never written to. ``offline`` forbids the network. ``tree``
+    is the build tree, if not at its own place.
     """
 
-    root: Path
-    line: str = DEFAULT_LINE
-    wheelhouse: Path | None = None
-    offline: bool = False
-    tree_at: Path | None = None  # where the build tree is, if not at its own place
+    def __init__(
+        self,
+        root: Path,
+        line: str = DEFAULT_LINE,
+        wheelhouse: Path | None = None,
+        offline: bool = False,
+        tree: Path | None = None,
+    ) -> None:
+        self.root, self.line, self.wheelhouse, self.offline = root, line, wheelhouse, offline
+        self.patches = root / "patches" / line
+        self.pin_file = self.patches / "upstream.toml"
+        self.series_file = self.patches / "series"
+        self.build = root / "build" / line
+        self.tree = tree or self.build / "vllm"
+        self.wheels = self.build / "wheels"
+        self.downloads = root / "build" / "downloads"
+
+    def with_tree(self, tree: Path) -> "Project":
+        return Project(self.root, self.line, self.wheelhouse, self.offline, tree)
 
     @cached_property
     def pin(self) -> Pin:
         return load_pin(self.pin_file)
 
     @property
-    def patches(self) -> Path:
-        """The line's directory."""
-        return self.root / "patches" / self.line
-
-    @property
-    def pin_file(self) -> Path:
-        return self.patches / "upstream.toml"
-
-    @property
-    def series_file(self) -> Path:
-        return self.patches / "series"
-
-    @property
     def submodule(self) -> Path | None:
         return self.root / self.pin.submodule if self.pin.submodule else None
-
-    @property
-    def build(self) -> Path:
-        """Everything made of this line."""
-        return self.root / "build" / self.line
-
-    @property
-    def tree(self) -> Path:
-        return self.tree_at or self.build / "vllm"
-
-    @property
-    def wheels(self) -> Path:
-        return self.build / "wheels"
-
-    @property
-    def downloads(self) -> Path:
-        return self.root / "build" / "downloads"
 
     @cached_property
     def release(self) -> int:

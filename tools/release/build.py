@@ -53,11 +53,9 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 
 def build(project: Project, out: Path) -> bool:
-    """Build the prepared release of HEAD into ``out``, completely or not at all.
+    """Build the prepared release of HEAD into ``out``; whether it is new there.
 
-    For each base wheel of the pin that is not for tests only: the wheel, proved, its bill of
-    materials and its provenance; then the section of the changelog and the checksums of all.
-    Returns whether ``out`` is new; one that was there is compared with what is built now.
+    One that was there is compared with what is built.
     """
     git, number = open_repository(project), project.release
     _refuse_released(git, number)
@@ -92,7 +90,7 @@ def _refuse_released(git: Git, number: int) -> None:
         raise ToolError(
             "this version is released already",
             where=f"the tag re.{number}",
-            found=git.oneline(tags[number]),
+            found=git.log(tags[number]),
             next_step="make release-prepare, or check out the tag to build it again",
         )
     if number < (last := max(tags, default=0)):
@@ -123,10 +121,8 @@ def _releasable(project: Project) -> dict[str, BaseWheel]:
 
 def _compare(there: Path, made: Path) -> None:
     """Refuse to take the place of a release with other bytes."""
-    found, expected = (
-        {path.name: digest_of(path) for path in place.iterdir()} for place in (there, made)
-    )
-    if differing := sorted(dict(found.items() ^ expected.items())):
+    found, expected = ({(p.name, digest_of(p)) for p in place.iterdir()} for place in (there, made))
+    if differing := sorted({name for name, _ in found ^ expected}):
         raise ToolError(
             "another release of this number lies there; it was left as it is",
             where=there,

@@ -4,7 +4,6 @@
 import argparse
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import tomlkit
@@ -29,30 +28,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Write number and changelog of the next release, both or neither. The changelog gets the
-    patches that changed since the last tag re.<n>; read it, edit it, commit
-    it. Refuses uncommitted changes, a stale series and a release without changes."""
-    number, last, changes = prepare(project)
-    before = f"since re.{last}" if last is not None else "the first release"
-    print(f"prepared: re.{number}, {before}")
-    for change in changes:
-        print(f"  {change}")
-    print("next: read CHANGELOG.md, edit what it says, commit; then: make release")
-
-
-def prepare(project: Project) -> tuple[int, int | None, list[str]]:
-    """Write number and changelog of the next release; its number, that before, what changed.
-
-    The number is that of pyproject.toml, or the next one if that is released. The date is that of
-    the last commit, in UTC.
-    """
-    git = open_repository(project)
+    patches that changed since the last tag re.<n>, and the date of the last commit; read it, edit
+    it, commit it. Refuses uncommitted changes, a stale series and a release without changes."""
+    git, number = open_repository(project), project.release
     last = max(read_tags(git), default=None)
-    number = project.release
-    if last is not None and number == last:
-        number += 1
-    if last is not None and number != last + 1:
-        what, expected = "the release number does not follow the last", f'"{last}" or "{last + 1}"'
-        raise ToolError(what, "pyproject.toml, [project].version", expected, f'"{number}"')
+    if last is not None:
+        if number not in (last, last + 1):
+            what, where = "the release number does not follow the last", "pyproject.toml, [project]"
+            raise ToolError(what, f"{where}.version", f'"{last}" or "{last + 1}"', f'"{number}"')
+        number = last + 1
     refuse_stale(project)
     _, series = tree_series(project)
     tag = f"re.{last}" if last is not None else None
@@ -61,7 +45,7 @@ def prepare(project: Project) -> tuple[int, int | None, list[str]]:
     if not changes and not moved:
         found = f"the series of {tag}" if tag else "no patches"
         raise ToolError("there is nothing to release", found=found)
-    date = git.text("log", "-1", "--date=format-local:%Y-%m-%d", "--format=%cd")
+    date = git.text("log", "-1", "--date=format-local:%Y-%m-%d", "--format=%cd")  # in UTC
     changelog, settings = project.root / "CHANGELOG.md", project.root / "pyproject.toml"
     if not changelog.is_file():
         raise ToolError("there is no changelog", where=changelog)
@@ -77,7 +61,10 @@ def prepare(project: Project) -> tuple[int, int | None, list[str]]:
     }
     with replacing_all(texts):
         pass
-    return number, last, changes
+    print(f"prepared: re.{number}, {f'since {tag}' if tag else 'the first release'}")
+    for change in changes:
+        print(f"  {change}")
+    print("next: read CHANGELOG.md, edit what it says, commit; then: make release")
 
 
 _HEADING = re.compile(r"^## re\.(\d+), (unreleased|\d{4}-\d{2}-\d{2})$", re.MULTILINE)
@@ -119,13 +106,14 @@ def changes_since(
     A patch that only moved, because of those before it, is not changed. Those removed come last.
     Returns the vLLM of that release too.
     """
-    repository, patches = Git(project.root), f"patches/{project.line}"
-    files = repository.files(tag, patches) if tag else {}
-    if not files:
+    patches = f"patches/{project.line}"
+
+    def then(name: str) -> bytes:
+        return Git(project.root).read(tag, f"{patches}/{name}") or b"" if tag else b""
+
+    if not (pin := then("upstream.toml")):
         return [_describe("added", patch) for patch in series], None
-    blobs = repository.contents(entry.blob for entry in files.values())
-    then = {Path(path).name: blobs[entry.blob] for path, entry in files.items()}
-    old = {name: Patch(name, then[name]) for name in parse_series(then["series"].decode())}
+    old = {name: Patch(name, then(name)) for name in parse_series(then("series").decode())}
     kept = {patch.name for patch in series}
     elsewhere = {patch.subject: patch for patch in old.values() if patch.name not in kept}
     changes = []
@@ -138,7 +126,7 @@ def changes_since(
         elif patch.name != before.name:
             changes.append(_describe("renamed", patch))
     changes += [_describe("removed", patch) for patch in elsewhere.values()]
-    return changes, tomllib.loads(then["upstream.toml"].decode())["release"]["version"]
+    return changes, tomllib.loads(pin.decode())["release"]["version"]
 
 
 def _content(patch: Patch) -> tuple[str, str, bytes]:

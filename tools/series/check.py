@@ -10,21 +10,35 @@ from tools.common.pin import Project
 from tools.series.patch import (
     IDENTITY,
     OWN_HEADER,
+    STATUS,
     STATUSES,
     Patch,
     check_paths,
-    parse_status,
     slug,
 )
 from tools.series.series import Series, read_series
 
 EXAMPLE = ""
 
-# Lenient on purpose: a misspelt header is reported as malformed, not as missing.
-_LIKE_STATUS = re.compile(r"\s*upstream[-_ ]*s\w*\s*[:=].*", re.IGNORECASE)
-_LIKE_DROP = re.compile(r"\s*drop(?:ped)?[-_ ]*when\s*[:=].*", re.IGNORECASE)
-_LIKE_NEEDS = re.compile(r"\s*needs?\s*[:=].*", re.IGNORECASE)
-_NEEDS = re.compile(r"Needs: [^,\s]+\.patch(?:, [^,\s]+\.patch)*")
+# Of each header: what is like one, what is right, what should stand there. Lenient on purpose: a
+# misspelt header is reported as malformed, not as missing.
+_HEADERS = {
+    "Upstream-Status": (
+        r"upstream[-_ ]*s\w*",
+        STATUS.pattern,
+        "Upstream-Status: " + "\n            or: ".join(STATUSES.values()),
+    ),
+    "Drop-when": (
+        r"drop(?:ped)?[-_ ]*when",
+        r"Drop-when: \S.*",
+        "Drop-when: the condition under which nobody needs the patch",
+    ),
+    "Needs": (
+        r"needs?",
+        r"Needs: [^,\s]+\.patch(?:, [^,\s]+\.patch)*",
+        "Needs: one.patch, another.patch",
+    ),
+}
 _HEADER = re.compile(
     OWN_HEADER.pattern + r".*|(?:Tests?|Link|Fixes|Bug|Origin|Forwarded|[A-Za-z-]+-by): .*",
     re.IGNORECASE,
@@ -44,13 +58,10 @@ def check_series(project: Project) -> Series:
     """Every rule on the list and on each patch, or all breaches in one error."""
     file = project.series_file
     series = read_series(file)
-    listed = [patch.name for patch in series]
+    unlisted = {path.name for path in file.parent.glob("*.patch")} - {p.name for p in series}
     what, rule = "a patch is not in the series", "every .patch file listed"
-    problems = [
-        ToolError(what, file, rule, path.name, "add it to the series or delete the file")
-        for path in sorted(file.parent.glob("*.patch"))
-        if path.name not in listed
-    ]
+    step = "add it to the series or delete the file"
+    problems = [ToolError(what, file, rule, name, step) for name in sorted(unlisted)]
     problems += [problem for patch in series for problem in check_patch(patch)]
     if problems := [*problems, *check_needs(series)]:
         raise Problems("the series breaks its rules", problems)
@@ -94,28 +105,20 @@ def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
         expected = "Subject: [PATCH] [Area] What it adds"
         yield "the patch has no subject", expected, patch.subject or "nothing", _REWORD
 
-    expected = "Upstream-Status: " + "\n            or: ".join(STATUSES.values())
-    found = [line for line in lines if _LIKE_STATUS.fullmatch(line)]
-    if not found:
-        yield "Upstream-Status is missing", expected, "no such line", _REWORD
-    elif len(found) > 1:
-        yield "Upstream-Status stands more than once", expected, " / ".join(found), _REWORD
-    elif parse_status(found[0]) is None:
-        yield "Upstream-Status is malformed", expected, found[0], _REWORD
-
-    found = [line for line in lines if _LIKE_DROP.fullmatch(line)]
-    if not any(re.fullmatch(r"Drop-when: \S.*", line) for line in found):
-        what = "Drop-when is malformed" if found else "Drop-when is missing"
-        expected = "Drop-when: the condition under which nobody needs the patch"
-        yield what, expected, found[0] if found else "no such line", _REWORD
-
-    for line in lines:
-        if _LIKE_NEEDS.fullmatch(line) and not _NEEDS.fullmatch(line):
-            yield "Needs is malformed", "Needs: one.patch, another.patch", line, _REWORD
+    for name, (like, right, expected) in _HEADERS.items():
+        found = [
+            line for line in lines if re.fullmatch(rf"\s*{like}\s*[:=].*", line, re.IGNORECASE)
+        ]
+        if not found and name != "Needs":
+            yield f"{name} is missing", expected, "no such line", _REWORD
+        elif len(found) > 1 and name != "Needs":
+            yield f"{name} stands more than once", expected, " / ".join(found), _REWORD
+        elif wrong := [line for line in found if not re.fullmatch(right, line.rstrip())]:
+            yield f"{name} is malformed", expected, wrong[0], _REWORD
 
     expected = f"Signed-off-by: {IDENTITY}"
-    found = [line for line in lines if re.match(r"\s*signed\W*off\W*by\s*:", line, re.IGNORECASE)]
-    if expected not in found:
+    if expected not in lines:
+        found = [line for line in lines if re.match(r"\s*signed\W*off\W*by", line, re.IGNORECASE)]
         what = "the project's Signed-off-by is missing"
         yield what, expected, " / ".join(found) or "no such line", _SIGN
 

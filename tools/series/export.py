@@ -173,7 +173,7 @@ def _exportable(git: Git) -> list[str]:
         raise ToolError(
             "HEAD does not stand on the base commit",
             where=git.path,
-            found=git.oneline("HEAD"),
+            found=git.log("HEAD"),
             next_step=f"put your commits on the base: git -C {git.path} rebase -i --onto "
             f"{BASE_REF} <the commit before yours>",
         )
@@ -188,7 +188,7 @@ def _exportable(git: Git) -> list[str]:
     unfit |= dict.fromkeys(waiting, "a commit waits to be squashed")
     onto = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
     if unfit:
-        problems = [ToolError(w, found=git.oneline(c), next_step=onto) for c, w in unfit.items()]
+        problems = [ToolError(w, found=git.log(c), next_step=onto) for c, w in unfit.items()]
         raise Problems("commits that cannot be patches", problems)
     return commits
 
@@ -216,11 +216,11 @@ def _prove_round_trip(git: Git, series: Series, commits: Sequence[str]) -> None:
         for patch, commit in zip(series, commits, strict=True):
             again = am(scratch, patch)
             same_tree = git.tree_id(again) == git.tree_id(commit)
-            if not same_tree or git.message(again).split() != git.message(commit).split():
+            if not same_tree or git.log(again, "%B").split() != git.log(commit, "%B").split():
                 raise ToolError(
                     "a patch would not give back its commit",
-                    where=git.oneline(commit),
+                    where=git.log(commit),
                     expected="the same message" if same_tree else "the same files",
-                    found=git.oneline(again),
+                    found=git.log(again),
                     next_step="look for a line in the message that begins like a diff, such as ---",
                 )

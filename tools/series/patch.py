@@ -27,7 +27,7 @@ STATUSES = {
     "Inappropriate": "Inappropriate [why upstream would not want it]",
 }
 
-_STATUS = re.compile(r"Upstream-Status: (\w+)(?: \[(\S[^\]]*)\])?")
+STATUS = re.compile(rf"Upstream-Status: (?:(Pending)|({'|'.join(STATUSES)}) \[(\S[^\]]*)\])")
 # Headers that only the series reads; upstream gets the message without them.
 OWN_HEADER = re.compile(r"(?:Upstream-Status|Drop-when|Needs):")
 
@@ -48,10 +48,8 @@ def slug(subject: str) -> str:
 
 def parse_status(line: str) -> tuple[str, str | None] | None:
     """The status and its argument, or None where the line is malformed."""
-    match = _STATUS.fullmatch(line.rstrip())
-    if not match or match[1] not in STATUSES or (match[2] is None and match[1] != "Pending"):
-        return None
-    return match[1], match[2]
+    match = STATUS.fullmatch(line.rstrip())
+    return (match[1] or match[2], match[3]) if match else None
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,7 @@ class Patch:
 
     @cached_property
     def _mail(self) -> email.message.EmailMessage:
-        head = re.sub(rb"\AFrom [^\n]*\n", b"", self._parts[0])
-        return email.message_from_bytes(head, policy=email.policy.default)
+        return email.message_from_bytes(self._parts[0], policy=email.policy.default)
 
     @property
     def diff_bytes(self) -> bytes:
@@ -99,17 +96,14 @@ class Patch:
     @cached_property
     def status(self) -> str:
         """The status as it stands in the header, or ``?``."""
-        for line in self.body.splitlines():
-            if parsed := parse_status(line):
-                return parsed[0] if parsed[1] is None else f"{parsed[0]} [{parsed[1]}]"
-        return "?"
+        found = filter(parse_status, self.body.splitlines())
+        return next(found, "Upstream-Status: ?").removeprefix("Upstream-Status: ").rstrip()
 
     @cached_property
     def needs(self) -> tuple[str, ...]:
         """The earlier patches that ``Needs:`` headers name, without those that these need."""
-        lines = [line for line in self.body.splitlines() if line.startswith("Needs:")]
-        words = (word.strip() for line in lines for word in line.removeprefix("Needs:").split(","))
-        return tuple(word for word in words if word)
+        lines = re.findall(r"^Needs:(.*)", self.body, re.MULTILINE)
+        return tuple(filter(None, re.split(r"[,\s]+", " ".join(lines))))
 
     @cached_property
     def diff(self) -> PatchSet:
@@ -117,9 +111,8 @@ class Patch:
         try:
             return PatchSet(io.StringIO(text, newline="\n"))
         except UnidiffParseError as error:
+            what, said = "the diff cannot be read", str(error).strip()
             step = "restore the patch, or rewrite it: python -m tools series export"
-            said = str(error).strip()
-            what = "the diff cannot be read"
             raise ToolError(what, self.name, found=said, next_step=step) from error
 
 

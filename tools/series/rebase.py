@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 def rebased(project: Project, at: Path | None = None) -> Project:
     """The project as it will be, in ``build/<line>/rebase`` or ``at`` another place."""
     at = at or project.build / "rebase"
-    return Project(at, project.line, tree_at=at / "tree")
+    return Project(at, project.line, tree=at / "tree")
 
 
 def state(project: Project) -> str | None:

@@ -117,7 +117,7 @@ def open_tree(project: Project) -> Git:
     if base is None:
         what, step = "this directory was not made by series apply", f"move it away, then: {apply}"
         raise ToolError(what, path, next_step=step)
-    found = git.message(base)
+    found = git.log(base, "%B")
     if found != base_message(pin).strip() or git.tree_id(base) != pin.tree:
         raise ToolError(
             "the build tree belongs to another pin",
@@ -172,5 +172,5 @@ def refuse_unaccounted(git: Git) -> None:
             where=git.path,
             found=f"{len(lost)} commits that would be lost",
             next_step="keep them: python -m tools series export; or lose them: --discard",
-            details=map(git.oneline, lost),
+            details=map(git.log, lost),
         )

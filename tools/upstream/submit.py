@@ -253,7 +253,7 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
                 raise ToolError(
                     "a branch of this name exists; no branch was made",
                     where=f"{base.git.path}, {name}{' (checked out)' if in_use else ''}",
-                    found=base.git.oneline(f"refs/heads/{name}"),
+                    found=base.git.log(f"refs/heads/{name}"),
                     next_step="look at it, then: --replace; or another name: --topic",
                 )
             findings = _check(project, git, base.commit, head, len(mine)) if asked.test else {}

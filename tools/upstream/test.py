@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     interrupted run can be continued. The patched wheel must be installed, and the pristine one in
     build/<line>/pristine/site (make upstream-tests)."""
     build, place = project.build / "upstream-tests", project.build / "pristine"
-    pristine = replace(project, tree_at=place / "vllm")
+    pristine = project.with_tree(place / "vllm")
     verify_installed(project, arguments.installed or Path(sys.executable))
     verify_installed(pristine, place / "site")
     git = open_tree(project)
@@ -156,16 +155,17 @@ def touched_tests(git: Git) -> dict[str, set[str] | None]:
         if not change.path.startswith("tests/") or not change.path.endswith(".py"):
             continue
         found[change.path] = None
-        if change.status == "M":
-            blobs = git.contents([change.before, change.after])
-            before, after = (_parts(blobs[blob]) for blob in (change.before, change.after))
+        before, after = (_parts(git.read(at, change.path)) for at in (BASE_REF, "HEAD"))
+        if before and after:
             names = {name for name in before | after if before.get(name) != after.get(name)}
             found[change.path] = None if "" in names else names
     return found
 
 
-def _parts(source: bytes) -> dict[str, str]:
+def _parts(source: bytes | None) -> dict[str, str]:
     """The tests of a module by name, and under the empty name all the rest."""
+    if source is None:
+        return {}
     parts = {"": ""}
     for node in ast.parse(source).body:
         for part in node.body if isinstance(node, ast.ClassDef) else [node]:

@@ -97,7 +97,7 @@ def tree_series(project: Project) -> tuple[Git, Series]:
         raise ToolError(
             "the build tree is not the applied series",
             where=git.path,
-            found=git.oneline("HEAD"),
+            found=git.log("HEAD"),
             next_step="python -m tools series apply, or series export to keep your commits",
         )
     return git, series
@@ -135,7 +135,7 @@ def plan_wheel(
     tree = git.files("HEAD", PACKAGE)
     # What the base wheel lacks or has in another version.
     fresh = tree.keys() if base.tests_only else changes & tree.keys()
-    patched = git.contents(tree[name].blob for name in fresh)
+    patched = git.contents(tree[name] for name in fresh)
     package, metadata = [], []
     for info in infos:
         name = info.filename
@@ -152,19 +152,19 @@ def plan_wheel(
             text = name_version_module(wheel.read(info).decode(), version)
             package.append(_new(name, text.encode(), "the generated version module", info))
         elif name in fresh:
-            package.append(_new(name, patched[tree[name].blob], "patched tree", info))
+            package.append(_new(name, patched[tree[name]], "patched tree", info))
         elif name in tree and name.endswith(".py"):
             # Edits that the base wheel has beyond the release are left out.
-            if _blob_id(wheel.read(info)) == tree[name].blob:
+            if _blob_id(wheel.read(info)) == tree[name]:
                 package.append(replace(_kept(wheel, info, name), why="patched tree"))
             else:
-                data = git.contents([tree[name].blob])[tree[name].blob]
+                data = git.contents([tree[name]])[tree[name]]
                 package.append(_new(name, data, "patched tree", info))
         elif name not in changes and (_is_kernel(name) or not base.tests_only):
             package.append(_kept(wheel, info, name))
     there = {info.filename for info in infos}
     for name in sorted(fresh - there):
-        package.append(_new(name, patched[tree[name].blob], "patched tree"))
+        package.append(_new(name, patched[tree[name]], "patched tree"))
     sbom = make_sbom(pin, base, series, version)
     name = f"{dist_info}/sboms/vllm-routed-experts.cdx.json"
     members = [*package, *metadata, _new(name, sbom, "the bill of materials")]
