@@ -10,8 +10,7 @@ import pytest
 from tools.common.errors import ToolError
 from tools.common.pin import PinnedFile, Project, lines
 from tools.series.series import Series, read_series
-from tools.source.download import fetch
-from tools.source.fetch import fetch_source
+from tools.source.fetch import fetch, fetch_source
 
 PROJECT = Project(Path(__file__).resolve().parent.parent)
 # Every line of this repository.

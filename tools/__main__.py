@@ -30,9 +30,8 @@ def parser() -> argparse.ArgumentParser:
         description="Source, patches, wheels, releases and upstream tests of vllm-routed-experts.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument(
-        "--root", type=Path, default=_ROOT, help="the repository (default: the one of this file)"
-    )
+    root = "the repository (default: the one of this file)"
+    top.add_argument("--root", type=Path, default=_ROOT, help=root)
     on = f"the line of patches/ (default: {DEFAULT_LINE})"
     top.add_argument("--on", default=DEFAULT_LINE, metavar="LINE", help=on)
     rooms = top.add_subparsers(metavar="ROOM", required=True)
@@ -45,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
             module = import_module(f"tools.{room}.{verb.replace('-', '_')}")
             text = " ".join(module.run.__doc__.split())
             summary = text.split(". ")[0].split("; ")[0].rstrip(".")
-            example = f"python -m tools {room} {verb} {module.EXAMPLE}".rstrip()
+            example = f"python -m tools {room} {verb} {getattr(module, 'EXAMPLE', '')}".rstrip()
             examples.append(f"  {example}\n      {summary}")
             verb_parser = verb_parsers.add_parser(
                 verb,
@@ -59,9 +58,8 @@ def parser() -> argparse.ArgumentParser:
             if declare := getattr(module, "declare", None):
                 declare(verb_parser)
             verb_parser.set_defaults(run=module.run)
-    top.epilog = "\n".join(
-        ["examples:", *examples, "", "Help on one verb: python -m tools ROOM VERB --help"]
-    )
+    last = "Help on one verb: python -m tools ROOM VERB --help"
+    top.epilog = "\n".join(["examples:", *examples, "", last])
     return top
 
 

@@ -44,9 +44,7 @@ def test_one_commit_per_patch(series: Series, tree: Path) -> None:
 
 
 def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:
-    exported = export_series(project.with_tree(tree), check=True)
-    assert exported.stale == []
-    assert [patch.data for patch in exported.series] == [patch.data for patch in series]
+    assert export_series(project.with_tree(tree), check=True) == {}
 
 
 def test_the_result_is_recorded_for_the_wheel(project: Project, series: Series, tree: Path) -> None:
@@ -72,4 +70,5 @@ def test_another_directory_gives_the_same_commit(
     project: Project, series: Series, tree: Path, tmp_path: Path
 ) -> None:
     other = project.with_tree(tmp_path / "elsewhere" / "vllm")
-    assert apply_series(other, series).commit == Git(tree).commit_id("HEAD")
+    apply_series(other, series)
+    assert Git(other.tree).commit_id("HEAD") == Git(tree).commit_id("HEAD")

@@ -227,6 +227,7 @@ def test_the_verb_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
     table = series.root / "table.md"
     names = ["count.patch", "break.patch", "break-the-test.patch"]
     place = ("--installed", str(series.root / "site"), "--out", str(table))
+    assert "no such patch" in series.refuse("upstream", "check-patches", "another", *place)
     result = series.run("upstream", "check-patches", *names, *place)
     assert result.status == 1
     assert "break-the-test.patch, tests: 0 passed, 1 failed" in result.err

@@ -14,7 +14,7 @@ import pytest
 
 from tests.tools.toy import Toy
 from tools.common.pin import Project
-from tools.source.download import fetch
+from tools.source.fetch import fetch
 
 
 @dataclass

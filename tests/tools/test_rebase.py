@@ -633,8 +633,8 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
 @pytest.mark.parametrize(
     ("place", "begun"),
     [
-        ("rebase.unpack_source", False),
-        ("rebase.commit_base", False),
+        ("tree.unpack_source", False),
+        ("tree.commit_base", False),
         ("replay.pick", True),
         ("rebase.export_series", True),
         ("rebase.replacing_all", True),

@@ -61,7 +61,7 @@ def test_a_full_disk_is_noticed_before_the_download(
 ) -> None:
     empty.archive.unlink()
     usage = shutil.disk_usage(empty.root)._replace(free=1000)
-    monkeypatch.setattr("tools.source.download.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("tools.source.fetch.shutil.disk_usage", lambda path: usage)
     monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere/")
     assert "not enough free disk space" in empty.refuse("source", "fetch")
 

@@ -2,6 +2,7 @@
 """Branches for upstream: what is on them, who signs, what is refused; nothing is pushed."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -329,11 +330,17 @@ def test_a_text_that_cannot_be_written_leaves_no_branch(toy: Toy, clone: Path) -
     assert not list((toy.build / "submit").iterdir())
 
 
-@pytest.mark.parametrize(("where", "call"), [("_publish", 1), ("render_request", 2)])
-def test_trouble_leaves_no_branch_and_no_text(toy: Toy, clone: Path, where: str, call: int) -> None:
+TEXTS = itertools.count(1)
+SECOND_TEXT = ("tools.upstream.submit.render_request", lambda *_: next(TEXTS) == 2)
+PUBLISHING = ("tools.common.git.Git.run", lambda *words: words[1:3] == ("update-ref", "--stdin"))
+
+
+@pytest.mark.parametrize(("place", "when"), [SECOND_TEXT, PUBLISHING])
+def test_trouble_leaves_no_branch_and_no_text(
+    toy: Toy, clone: Path, place: str, when: Callable[..., bool]
+) -> None:
     before = (everything(toy), git(clone, "for-each-ref"))
-    calls = itertools.count(1)
-    with trouble(f"tools.upstream.submit.{where}", lambda *_: next(calls) == call):
+    with trouble(place, when):
         submit(toy, clone)
     build = toy.build / "submit"
     assert not list(build.iterdir() if build.exists() else [])

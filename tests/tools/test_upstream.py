@@ -301,7 +301,9 @@ def test_the_table_says_why_a_test_cannot_pass_here() -> None:
     }
     table = render(compare(results, results, {}), "About.")
     assert "| `test_a.py` | 0 / 2 / 0 / 0 | 0 / 2 / 0 / 0 | 2 | none |" in table
-    assert "| `test_a::test` (2) | wants a CUDA device | `RuntimeError: Found no NVIDIA" in table
+    assert (
+        "| `test_a::test` (2 cases) | wants a CUDA device | `RuntimeError: Found no NVIDIA" in table
+    )
 
 
 # --- the stand-ins --------------------------------------------------------------------------------

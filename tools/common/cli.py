@@ -26,12 +26,6 @@ def add_flag(parser: Parser, name: str, text: str) -> None:
     parser.add_argument(name, action="store_true", help=text)
 
 
-def add_many(parser: Parser, name: str, metavar: str, text: str) -> None:
-    """An option that may be repeated; a list."""
-    text += " (may be repeated)"
-    parser.add_argument(name, action="append", default=[], metavar=metavar, help=text)
-
-
 def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -39,3 +33,7 @@ def tell(line: str) -> None:
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows)]
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

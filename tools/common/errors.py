@@ -3,31 +3,23 @@
 
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 
+@dataclass(eq=False)
 class ToolError(Exception):
     """What is wrong, where, expected against found, and what to do next."""
 
-    def __init__(
-        self,
-        what: str,
-        where: object = None,
-        expected: object = None,
-        found: object = None,
-        next_step: str | None = None,
-        details: Iterable[str] = (),
-    ) -> None:
-        super().__init__(what)
-        self.what, self.where, self.expected, self.found = what, where, expected, found
-        self.next_step, self.details = next_step, tuple(details)
+    what: str
+    where: object = None
+    expected: object = None
+    found: object = None
+    next_step: str | None = None
+    details: Iterable[str] = ()
 
     def __str__(self) -> str:
-        rows = (
-            ("where", self.where),
-            ("expected", self.expected),
-            ("found", self.found),
-            ("next", self.next_step),
-        )
+        values = (self.where, self.expected, self.found, self.next_step)
+        rows = zip(("where", "expected", "found", "next"), values, strict=True)
         lines = [f"  {label + ':':<10}{value}" for label, value in rows if value is not None]
         return "\n".join([self.what, *lines, *(f"    {line}" for line in self.details)])
 

@@ -42,18 +42,18 @@ def replacing_all(files: Mapping[Path, bytes | None]) -> Iterator[None]:
     old = {path: path.read_bytes() if path.exists() else None for path in files}
     try:
         for path, data in files.items():
-            _put(path, data, old[path])
+            _put(path, data)
         yield
     except BaseException:
         for path, data in old.items():
-            _put(path, data, path.read_bytes() if path.exists() else None)
+            _put(path, data)
         raise
 
 
-def _put(path: Path, data: bytes | None, there: bytes | None) -> None:
+def _put(path: Path, data: bytes | None) -> None:
     if data is None:
         path.unlink(missing_ok=True)
-    elif data != there:
+    elif not path.exists() or path.read_bytes() != data:
         write(path, data)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Git, free of the caller's configuration and environment. Nothing here knows about vLLM."""
 
+import io
 import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -150,12 +151,10 @@ class Git:
         """The bytes of many blobs from one process."""
         wanted = list(dict.fromkeys(blobs))
         data = self.run("cat-file", "--batch", stdin="".join(f"{b}\n" for b in wanted).encode())
-        at, found = 0, {}
+        out, found = io.BytesIO(data.stdout), {}
         for blob in wanted:
-            end = data.stdout.index(b"\n", at)
-            size = int(data.stdout[at:end].split()[-1])
-            found[blob] = data.stdout[end + 1 : end + 1 + size]
-            at = end + 1 + size + 1
+            found[blob] = out.read(int(out.readline().split()[-1]))
+            out.readline()
         return found
 
     def changes(self, before: str, after: str) -> list[Change]:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``upstream.toml`` as types, and where things stand below the repository root.
-
-A line is one series on one release: a directory of ``patches/`` with the pin (``upstream.toml``),
-the patches, and their order (``series``).
-"""
+"""``upstream.toml`` as types, and where things stand below the repository root."""
 
 import re
 import tomllib
@@ -67,10 +63,9 @@ def load_pin(path: Path) -> Pin:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = ", ".join(lines(path.parents[2])) or "(there is none)"
+        expected = f"one of the lines {', '.join(lines(path.parents[2])) or '(there is none)'}"
         step = "name a line: --on; or git checkout patches"
-        what, expected = "the pin is missing", f"one of the lines {known}"
-        raise ToolError(what, where=path, expected=expected, next_step=step) from None
+        raise ToolError("the pin is missing", path, expected, next_step=step) from None
     except tomllib.TOMLDecodeError as error:
         raise ToolError("the pin is not valid TOML", where=path, found=error) from error
 
@@ -153,10 +148,6 @@ class Project:
     @cached_property
     def pin(self) -> Pin:
         return load_pin(self.pin_file)
-
-    @property
-    def submodule(self) -> Path | None:
-        return self.root / self.pin.submodule if self.pin.submodule else None
 
     @cached_property
     def release(self) -> int:

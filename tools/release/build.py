@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prepared release of a commit. Nothing here tags, pushes or publishes.
-
-What is built depends on the commit alone, so anybody can build a release again and compare. The
-provenance is an in-toto statement with SLSA's predicate, unsigned: whoever publishes signs it.
-"""
+"""The prepared release of a commit; what is built depends on the commit alone."""
 
 import argparse
 import json
@@ -42,29 +38,14 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     (in-toto, SLSA); checksums. No wheel that is for tests only. All or nothing; the same commit
     gives the same bytes. Refuses uncommitted changes, a stale series, a release that is not
     prepared, and a version that is released already."""
-    number = project.release
-    out = project.build / "release" / f"re.{number}"
-    fresh = build(project, out)
-    print(f"{'built' if fresh else 'built again, the same bytes'}: re.{number} in {out}")
-    for path in sorted(out.iterdir()):
-        print(f"  {path.name}")
-    print("Nothing was tagged, pushed or published: do that yourself, and sign it:")
-    print(f"next: git tag --annotate re.{number}")
-
-
-def build(project: Project, out: Path) -> bool:
-    """Build the prepared release of HEAD into ``out``; whether it is new there.
-
-    One that was there is compared with what is built.
-    """
-    git, number = open_repository(project), project.release
+    git, number, pin = open_repository(project), project.release, project.pin
     _refuse_released(git, number)
     notes = _prepared_notes(project, number)
     refuse_stale(project)
     _, series = tree_series(project)
     if not series:
         raise ToolError("there is nothing to release", found="no patches")
-    pin, commit = project.pin, git.text("rev-parse", "HEAD")
+    commit, out = git.text("rev-parse", "HEAD"), project.build / "release" / f"re.{number}"
     with staging(out) as stage:
         for variant, base in _releasable(project).items():
             built = build_wheel(project, variant, stage)
@@ -77,22 +58,24 @@ def build(project: Project, out: Path) -> bool:
         sums = {path.name: digest_of(path) for path in sorted(stage.iterdir())}
         lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
         (stage / CHECKSUMS).write_text(lines, encoding="utf-8")
-        if out.exists():
+        fresh = not out.exists()
+        if fresh:
+            stage.rename(out)
+        else:
             _compare(out, stage)
-            return False
-        stage.rename(out)
-    return True
+    print(f"{'built' if fresh else 'built again, the same bytes'}: re.{number} in {out}")
+    for path in sorted(out.iterdir()):
+        print(f"  {path.name}")
+    print("Nothing was tagged, pushed or published: do that yourself, and sign it:")
+    print(f"next: git tag --annotate re.{number}")
 
 
 def _refuse_released(git: Git, number: int) -> None:
     tags = read_tags(git)
     if number in tags and tags[number] != git.commit_id("HEAD"):
-        raise ToolError(
-            "this version is released already",
-            where=f"the tag re.{number}",
-            found=git.log(tags[number]),
-            next_step="make release-prepare, or check out the tag to build it again",
-        )
+        what, found = "this version is released already", git.log(tags[number])
+        step = "make release-prepare, or check out the tag to build it again"
+        raise ToolError(what, f"the tag re.{number}", found=found, next_step=step)
     if number < (last := max(tags, default=0)):
         what, where = "a later version is released already", "pyproject.toml, [project].version"
         raise ToolError(what, where, f'"{last + 1}"', f'"{number}"', "make release-prepare")
@@ -121,27 +104,23 @@ def _releasable(project: Project) -> dict[str, BaseWheel]:
 
 def _compare(there: Path, made: Path) -> None:
     """Refuse to take the place of a release with other bytes."""
-    found, expected = ({(p.name, digest_of(p)) for p in place.iterdir()} for place in (there, made))
-    if differing := sorted({name for name, _ in found ^ expected}):
-        raise ToolError(
-            "another release of this number lies there; it was left as it is",
-            where=there,
-            found=f"{len(differing)} files that differ from what this commit gives",
-            next_step="move it away, then run the command again",
-            details=differing,
-        )
+    old, new = ({(p.name, digest_of(p)) for p in place.iterdir()} for place in (there, made))
+    if differing := sorted({name for name, _ in old ^ new}):
+        what = "another release of this number lies there; it was left as it is"
+        found = f"{len(differing)} files that differ from what this commit gives"
+        step = "move it away, then run the command again"
+        raise ToolError(what, there, found=found, next_step=step, details=differing)
 
 
 def make_provenance(
     pin: Pin, base: BaseWheel, series: Series, release: int, commit: str, built: Built
 ) -> bytes:
-    """The statement about one wheel: every input by digest, in the order it was used.
+    """The statement about one wheel: this repository's commit, then every input by digest.
 
-    ``commit`` is this repository's.
+    It is unsigned: whoever publishes signs it.
     """
-    inputs: list[dict[str, Any]] = [
-        {"name": "vllm-routed-experts", "digest": {"gitCommit": commit}}
-    ]
+    ours = {"name": "vllm-routed-experts", "digest": {"gitCommit": commit}}
+    inputs: list[dict[str, Any]] = [ours]
     for name, digest, facts, file in list_inputs(pin, base, series):
         inputs.append({"name": name, "digest": {"sha256": digest}, "annotations": facts})
         if file:

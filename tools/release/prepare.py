@@ -19,8 +19,6 @@ from tools.series.patch import Patch
 from tools.series.series import Series, parse_series
 from tools.wheel.plan import tree_series
 
-EXAMPLE = ""
-
 
 def declare(parser: argparse.ArgumentParser) -> None:
     add_downloads(parser)
@@ -67,7 +65,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     print("next: read CHANGELOG.md, edit what it says, commit; then: make release")
 
 
-_HEADING = re.compile(r"^## re\.(\d+), (unreleased|\d{4}-\d{2}-\d{2})$", re.MULTILINE)
+# A release's section: its number, its state or date, and its text up to the next.
+_SECTION = re.compile(r"^## re\.(\d+), (unreleased|[\d-]{10})$.*?(?=^## re\.|\Z)", re.M | re.S)
 
 
 def open_repository(project: Project) -> Git:
@@ -89,27 +88,23 @@ def read_tags(git: Git) -> dict[int, str]:
 
 def refuse_stale(project: Project) -> None:
     check_series(project)
-    if stale := export_series(project, check=True).stale:
-        raise ToolError(
-            "the build tree has what the series has not",
-            where=project.tree,
-            next_step="python -m tools series export, and commit; or series apply",
-            details=stale,
-        )
+    if stale := export_series(project, check=True):
+        what = "the build tree has what the series has not"
+        step = "python -m tools series export, and commit; or series apply"
+        raise ToolError(what, where=project.tree, next_step=step, details=stale)
 
 
 def changes_since(
     project: Project, series: Series, tag: str | None
 ) -> tuple[list[str], str | None]:
-    """What changed in the series since a release, or all of it where there was none.
+    """What changed in the series since a release, if there was one, and the vLLM of that.
 
     A patch that only moved, because of those before it, is not changed. Those removed come last.
-    Returns the vLLM of that release too.
     """
-    patches = f"patches/{project.line}"
 
     def then(name: str) -> bytes:
-        return Git(project.root).read(tag, f"{patches}/{name}") or b"" if tag else b""
+        path = f"patches/{project.line}/{name}"
+        return Git(project.root).read(tag, path) or b"" if tag else b""
 
     if not (pin := then("upstream.toml")):
         return [_describe("added", patch) for patch in series], None
@@ -141,12 +136,8 @@ def _describe(kind: str, patch: Patch) -> str:
 
 def section(text: str, number: int) -> tuple[str, str] | None:
     """State (``unreleased`` or a date) and text of a release's section, heading included."""
-    headings = list(_HEADING.finditer(text))
-    for at, heading in enumerate(headings):
-        if int(heading[1]) == number:
-            end = headings[at + 1].start() if at + 1 < len(headings) else len(text)
-            return heading[2], text[heading.start() : end].rstrip() + "\n"
-    return None
+    found = (s for s in _SECTION.finditer(text) if int(s[1]) == number)
+    return next(((s[2], s[0].rstrip() + "\n") for s in found), None)
 
 
 def date_section(text: str, number: int, date: str, patches: str) -> str:
@@ -154,18 +145,11 @@ def date_section(text: str, number: int, date: str, patches: str) -> str:
 
     A section that is not there is put before the first one. One that is dated already may get the
     patches of another line.
-
-    >>> print(date_section("## re.1, unreleased\\n\\nText.\\n", 1, "2030-01-02", "More\\n"), end="")
-    ## re.1, 2030-01-02
-    <BLANKLINE>
-    Text.
-    <BLANKLINE>
-    More
     """
     found = section(text, number)
     heading = f"## re.{number}, {date}"
     if found is None:
-        first = _HEADING.search(text)
+        first = _SECTION.search(text)
         at = first.start() if first else len(text)
         rest = f"\n{text[at:]}" if text[at:] else ""
         return text[:at].rstrip("\n") + f"\n\n{heading}\n\n{patches}{rest}"

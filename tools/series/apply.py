@@ -7,28 +7,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from tools.common.cli import add_downloads, add_flag, add_tree
 from tools.common.errors import FailedCommand, ToolError
 from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Project
+from tools.series import tree
 from tools.series.patch import Patch, check_paths
-from tools.series.series import Series, before, fingerprint, read_series
-from tools.series.tree import (
-    APPLIED_REF,
-    BASE_REF,
-    BRANCH,
-    Record,
-    identity,
-    make_base,
-    open_settled,
-    open_tree,
-    read_record,
-    refuse_unaccounted,
-    write_record,
-)
+from tools.series.series import Series, choose, fingerprint, read_series
+from tools.series.tree import APPLIED_REF, BASE_REF
 from tools.source.fetch import fetch_source, submodule
 
 EXAMPLE = "--pristine --tree build/v0.20.2/pristine/vllm"
@@ -53,20 +41,14 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     machine. Refuses over uncommitted changes, and over commits that the series cannot give back."""
     series = Series() if arguments.pristine else read_series(project.series_file)
     if arguments.before:
-        series = before(series, arguments.before)
+        (patch,) = choose(series, [arguments.before])
+        series = series[: series.index(patch)]
     if not project.tree.exists():
         print(f"source: {fetch_source(project)}")
-    done = apply_series(project, series, discard=arguments.discard)
-    state = "applied" if done.changed else "nothing to do"
+    changed = apply_series(project, series, discard=arguments.discard)
+    state = "applied" if changed else "nothing to do"
     print(f"{state}: {len(series)} patches on {project.pin.git_tag} in {project.tree}")
-    print(f"commit: {done.commit}")
-
-
-class Applied(NamedTuple):
-    """The result of an apply."""
-
-    commit: str
-    changed: bool
+    print(f"commit: {Git(project.tree).commit_id(APPLIED_REF)}")
 
 
 def am(git: Git, patch: Patch) -> str:
@@ -77,45 +59,28 @@ def am(git: Git, patch: Patch) -> str:
     """
     if problems := check_paths(patch):
         raise problems[0]
+    options = (
+        "--keep-non-patch",  # only [PATCH] is cut off a subject: [Core] survives
+        "--keep-cr",  # a patch is bytes
+        "--no-scissors",  # a message may hold a scissors line
+        "--no-3way",  # what does not fit is refused, not merged
+        "--committer-date-is-author-date",  # the same commit id on every machine
+    )
+    step = _BY_HAND.format(patch.name)
     try:
-        git.run(
-            "am",
-            "--quiet",
-            "--keep-non-patch",  # only [PATCH] is cut off a subject: [Core] survives
-            "--keep-cr",  # a patch is bytes
-            "--no-scissors",  # a message may hold a scissors line
-            "--no-3way",  # what does not fit is refused, not merged
-            "--committer-date-is-author-date",  # the same commit id on every machine
-            "--no-gpg-sign",
-            stdin=patch.data,
-            env=identity(),
-        )
+        git.run("am", "--quiet", *options, stdin=patch.data, env=tree.identity())
     except FailedCommand as error:
         git.run("am", "--abort", accept=(0, 1, 128))
-        raise ToolError(
-            "a patch does not apply; nothing was changed",
-            where=patch.name,
-            next_step=_BY_HAND.format(patch.name),
-            details=error.details,
-        ) from error
+        what = "a patch does not apply; nothing was changed"
+        raise ToolError(what, patch.name, next_step=step, details=error.details) from error
     stated = re.findall(r"^index (\w+\.\.\w+)", patch.diff_bytes.decode(errors="replace"), re.M)
     for change in git.changes("HEAD^", "HEAD"):
         made = f"{change.before}..{change.after}"
         # A change of mode alone has no index line.
         if change.before != change.after and made not in stated:
-            raise ToolError(
-                "a patch was made for another version of a file; nothing was changed",
-                where=f"{patch.name}, {change.path}",
-                found=f"index {made}, which the patch does not state",
-                next_step=_BY_HAND.format(patch.name),
-            )
-    return git.text("rev-parse", "HEAD")
-
-
-def am_all(git: Git, series: Series) -> str:
-    """Apply the whole series on HEAD; returns the last commit."""
-    for patch in series:
-        am(git, patch)
+            what = "a patch was made for another version of a file; nothing was changed"
+            found = f"index {made}, which the patch does not state"
+            raise ToolError(what, f"{patch.name}, {change.path}", found=found, next_step=step)
     return git.text("rev-parse", "HEAD")
 
 
@@ -131,39 +96,43 @@ def scratch_worktree(git: Git, commit: str = BASE_REF, beside: Path | None = Non
         git.run("worktree", "prune")
 
 
-def apply_series(project: Project, series: Series, *, discard: bool = False) -> Applied:
-    """Bring the build tree to the base plus the series, completely or not at all."""
+def apply_series(project: Project, series: Series, *, discard: bool = False) -> bool:
+    """Bring the build tree to the base plus the series, completely or not at all; whether it
+    was not there already."""
 
-    def remember(git: Git, commit: str) -> None:
-        git.run("update-ref", APPLIED_REF, commit)
-        write_record(git, Record(fingerprint(series, project.pin), git.tree_id(commit)))
+    def remember(git: Git) -> None:
+        git.run("update-ref", APPLIED_REF, "HEAD")
+        record = tree.Record(fingerprint(series, project.pin), git.tree_id("HEAD"))
+        tree.write_record(git, record)
 
     submodule(project)  # refuses one that is not as pinned, even if it is not needed
-    tree = project.tree
-    if not tree.exists():
-        with staging(tree) as place:
-            git = make_base(project, place)
-            commit = am_all(git, series)
-            remember(git, commit)
-            place.rename(tree)
-        return Applied(commit, changed=True)
-    git = open_tree(project) if discard else open_settled(project)
+    if not project.tree.exists():
+        with staging(project.tree) as place:
+            git = tree.make_base(project, place)
+            for patch in series:
+                am(git, patch)
+            remember(git)
+            place.rename(project.tree)
+        return True
+    git = tree.open_tree(project) if discard else tree.open_settled(project)
     head, applied = git.commit_id("HEAD"), git.commit_id(APPLIED_REF)
-    settled = git.current_branch() == BRANCH and not git.dirt()
-    record = Record(fingerprint(series, project.pin), git.tree_id(applied or BASE_REF))
-    if applied and settled and head == applied and read_record(git) == record:
-        return Applied(applied, changed=False)
+    settled = git.current_branch() == tree.BRANCH and not git.dirt()
+    record = tree.Record(fingerprint(series, project.pin), git.tree_id(applied or BASE_REF))
+    if applied and settled and head == applied and tree.read_record(git) == record:
+        return False
     if not discard:
-        refuse_unaccounted(git)
+        tree.refuse_unaccounted(git)
     with scratch_worktree(git) as scratch:
-        commit = am_all(scratch, series)
+        for patch in series:
+            am(scratch, patch)
+        commit = scratch.text("rev-parse", "HEAD")
     changed = head != commit or not settled
     if changed:
         for name in ("rebase-merge", "rebase-apply"):
-            shutil.rmtree(tree / ".git" / name, ignore_errors=True)
+            shutil.rmtree(git.path / ".git" / name, ignore_errors=True)
         force = ["--force"] if discard else []
-        git.run("checkout", "--quiet", *force, "-B", BRANCH, commit)
+        git.run("checkout", "--quiet", *force, "-B", tree.BRANCH, commit)
         if discard:
             git.run("clean", "--quiet", "--force", "-d")
-    remember(git, commit)
-    return Applied(commit, changed=changed)
+    remember(git)
+    return changed

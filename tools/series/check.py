@@ -18,8 +18,6 @@ from tools.series.patch import (
 )
 from tools.series.series import Series, read_series
 
-EXAMPLE = ""
-
 # Of each header: what is like one, what is right, what should stand there. Lenient on purpose: a
 # misspelt header is reported as malformed, not as missing.
 _HEADERS = {
@@ -71,18 +69,16 @@ def check_series(project: Project) -> Series:
 def check_needs(series: Series) -> list[ToolError]:
     """Patches that a ``Needs:`` header names and that do not stand earlier in the series."""
     listed = [patch.name for patch in series]
-    return [
-        ToolError(
-            "a patch needs one that does not stand before it",
-            patch.name,
-            "Needs: patches that stand earlier in the series",
-            f"{need}, which {'stands later' if need in listed else 'is not in the series'}",
-            _REWORD,
-        )
-        for number, patch in enumerate(series)
-        for need in patch.needs
-        if need not in listed[:number]
-    ]
+    what, rule = (
+        "a patch needs one that does not stand before it",
+        "Needs: patches that stand earlier",
+    )
+    problems = []
+    for number, patch in enumerate(series):
+        for need in (need for need in patch.needs if need not in listed[:number]):
+            found = f"{need}, which {'stands later' if need in listed else 'is not in the series'}"
+            problems.append(ToolError(what, patch.name, f"{rule} in the series", found, _REWORD))
+    return problems
 
 
 def check_patch(patch: Patch) -> list[ToolError]:

@@ -4,25 +4,18 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from tools.common.cli import add_flag, add_many, add_tree
+from tools.common.cli import add_flag, add_tree
 from tools.common.errors import Problems, ToolError
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
+from tools.series import tree
 from tools.series.apply import am, scratch_worktree
 from tools.series.check import check_patch
 from tools.series.patch import Patch, slug
 from tools.series.series import Series, fingerprint, read_series, write_series
-from tools.series.tree import (
-    BASE_REF,
-    EXPORTED_REF,
-    Record,
-    open_settled,
-    read_record,
-    write_record,
-)
+from tools.series.tree import BASE_REF, EXPORTED_REF, Record
 
 EXAMPLE = "--check"
 # In vLLM's tree.
@@ -53,38 +46,21 @@ _FORMAT = (
 def declare(parser: argparse.ArgumentParser) -> None:
     add_tree(parser)
     add_flag(parser, "--check", "write nothing; fail if a file would change")
-    add_many(parser, "--drop", "PATCH", "remove this patch, whose commit is gone on purpose")
+    text = "remove this patch, whose commit is gone on purpose (may be repeated)"
+    parser.add_argument("--drop", action="append", default=[], metavar="PATCH", help=text)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Write the commits of the build tree to patches/<line>, one file each. All or nothing; a patch
     keeps its file name through edits, and a commit that did not change keeps its bytes."""
-    done = export_series(project, check=arguments.check, drop=arguments.drop)
-    stale = [*done.stale, *export_page(project, arguments.check)]
-    if arguments.check and stale:
-        what = f"{len(stale)} files of the series are not what the build tree exports"
-        raise ToolError(what, next_step="python -m tools series export", details=stale)
-    for name in done.written:
-        print(f"wrote {name}")
-    for name in done.removed:
-        print(f"removed {name}")
-    print(f"series: {len(done.series)} patches, {len(done.stale)} files changed")
-
-
-class Exported(NamedTuple):
-    """The result of an export, as names of files."""
-
-    series: Series
-    written: list[str]
-    removed: list[str]
-    stale: list[str]  # what differs from the commits: these, and the list if the order changed
-
-
-def format_patch(git: Git, commit: str) -> bytes:
-    """One commit as a patch file; the bytes depend on nothing but the commit."""
-    # am takes an empty line with and without its blank; the bytes must be the same everywhere.
-    settings = ("-c", "diff.suppressBlankEmpty=false", "-c", "log.showSignature=false")
-    return git.run(*settings, "format-patch", "-1", "--stdout", *_FORMAT, commit).stdout
+    changes = export_series(project, check=arguments.check, drop=arguments.drop)
+    changes |= export_page(project, arguments.check)
+    if arguments.check and changes:
+        what = f"{len(changes)} files of the series are not what the build tree exports"
+        raise ToolError(what, next_step="python -m tools series export", details=changes)
+    for name, done in changes.items():
+        print(f"{done} {name}")
+    print(f"series: {len(read_series(project.series_file))} patches, {len(changes)} files changed")
 
 
 def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
@@ -96,9 +72,9 @@ def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
     names: dict[int, str] = {}
     free = list(old)
     for key in (
-        lambda patch: (patch.subject, patch.author, patch.date),
+        lambda patch: (patch.subject, patch.made),
         lambda patch: patch.subject,
-        lambda patch: (patch.author, patch.date),
+        lambda patch: patch.made,
     ):
         for i, draft in enumerate(drafts):
             like = next((patch for patch in free if key(patch) == key(draft)), None)
@@ -117,18 +93,23 @@ def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
 
 
 def draft_series(git: Git, commits: Sequence[str], old: Series) -> Series:
-    """What the commits would be as a series."""
-    drafts = [Patch("draft", format_patch(git, commit)) for commit in commits]
+    """What the commits would be as a series; the bytes depend on nothing but the commits."""
+    # am takes an empty line with and without its blank; the bytes must be the same everywhere.
+    settings = ("-c", "diff.suppressBlankEmpty=false", "-c", "log.showSignature=false")
+    words = (*settings, "format-patch", "-1", "--stdout", *_FORMAT)
+    drafts = [Patch("draft", git.run(*words, commit).stdout) for commit in commits]
     names = name_patches(drafts, old)
     return tuple(Patch(name, draft.data) for name, draft in zip(names, drafts, strict=True))
 
 
-def export_series(project: Project, *, check: bool = False, drop: Sequence[str] = ()) -> Exported:
+def export_series(
+    project: Project, *, check: bool = False, drop: Sequence[str] = ()
+) -> dict[str, str]:
     """Write the commits of the build tree to the series, completely or not at all.
 
-    With ``check`` everything is done but the writing.
+    Returns what was done, by file. With ``check`` everything is done but the writing.
     """
-    git, series_file = open_settled(project), project.series_file
+    git, series_file = tree.open_settled(project), project.series_file
     commits = _exportable(git)
     old = read_series(series_file) if series_file.exists() else Series()
     new = draft_series(git, commits, old)
@@ -136,78 +117,63 @@ def export_series(project: Project, *, check: bool = False, drop: Sequence[str] 
     if problems := [problem for patch in new for problem in check_patch(patch)]:
         raise Problems("commits that break the rules of the series", problems)
     before = {patch.name: patch.data for patch in old}
-    written = [patch.name for patch in new if before.get(patch.name) != patch.data]
     removed = [name for name in before if name not in names]
-    stale = [*written, *removed, *(["series"] if names != list(before) else [])]
+    changes = {patch.name: "wrote" for patch in new if before.get(patch.name) != patch.data}
+    changes |= dict.fromkeys(removed, "removed")
+    if names != list(before):
+        changes["series"] = "wrote"
     if not check:
-        _refuse_silent_loss(removed, drop)
-        _refuse_strays(series_file, new, before)
+        # By name only, so that a half-applied series loses nothing.
+        if lost := [name for name in removed if name not in drop]:
+            what, found = "patches of the series have no commit in the build tree", ", ".join(lost)
+            step = "to remove them: series export " + " ".join(f"--drop {name}" for name in lost)
+            raise ToolError(what, found=found, next_step=step)
+        for patch in new:
+            path = series_file.parent / patch.name
+            if patch.name not in before and path.exists() and path.read_bytes() != patch.data:
+                what = "a file that is not in the series stands where a new patch would go"
+                raise ToolError(what, where=path, next_step="move it away, then export again")
     proof = Record(fingerprint(new, project.pin), git.tree_id("HEAD"))
-    if read_record(git) != proof:
+    if tree.read_record(git) != proof:
         _prove_round_trip(git, new, commits)
     if not check:
-        if stale:
+        if changes:
             write_series(series_file, new, removed)
         git.run("update-ref", EXPORTED_REF, "HEAD")
-        write_record(git, proof)
-    return Exported(new, written, removed, stale)
+        tree.write_record(git, proof)
+    return changes
 
 
-def export_page(project: Project, check: bool) -> list[str]:
-    """Copy the page that the series adds to vLLM's documentation into docs/; its name if it
-    changes. With ``check`` nothing is written."""
+def export_page(project: Project, check: bool) -> dict[str, str]:
+    """Copy the page that the series adds to vLLM's documentation into docs/, likewise."""
     git = Git(project.tree)
     page, data = project.root / "docs" / Path(PAGE).name, git.read("HEAD", PAGE)
-    if data is None or git.read(BASE_REF, PAGE) is not None:
-        return []
-    if page.exists() and page.read_bytes() == data:
-        return []
+    if data is None or git.read(BASE_REF, PAGE) or (page.exists() and page.read_bytes() == data):
+        return {}
     if not check:
         write(page, data)
-    return [str(page.relative_to(project.root))]
+    return {str(page.relative_to(project.root)): "wrote"}
 
 
 def _exportable(git: Git) -> list[str]:
     """The commits above the base, oldest first; refuses what cannot be a series."""
     if git.run("merge-base", "--is-ancestor", BASE_REF, "HEAD", accept=(0, 1)).returncode:
-        raise ToolError(
-            "HEAD does not stand on the base commit",
-            where=git.path,
-            found=git.log("HEAD"),
-            next_step=f"put your commits on the base: git -C {git.path} rebase -i --onto "
-            f"{BASE_REF} <the commit before yours>",
-        )
+        what, onto = "HEAD does not stand on the base commit", f"--onto {BASE_REF}"
+        step = f"put your commits on it: git -C {git.path} rebase -i {onto} <the one before yours>"
+        raise ToolError(what, where=git.path, found=git.log("HEAD"), next_step=step)
     commits = git.commits(f"{BASE_REF}..HEAD")
     if not commits:
         what = f"there is nothing to export, HEAD is {BASE_REF}; the series stays as it is"
         raise ToolError(what, git.path, next_step="python -m tools series apply")
+    merges = git.commits("--merges", f"{BASE_REF}..HEAD")
     waiting = [c for c in commits if git.subject(c).startswith(("fixup!", "squash!", "amend!"))]
-    unfit = dict.fromkeys(
-        git.commits("--merges", f"{BASE_REF}..HEAD"), "a merge commit has no patch"
-    )
+    unfit = dict.fromkeys(merges, "a merge commit has no patch")
     unfit |= dict.fromkeys(waiting, "a commit waits to be squashed")
-    onto = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
+    step = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
     if unfit:
-        problems = [ToolError(w, found=git.log(c), next_step=onto) for c, w in unfit.items()]
+        problems = [ToolError(w, found=git.log(c), next_step=step) for c, w in unfit.items()]
         raise Problems("commits that cannot be patches", problems)
     return commits
-
-
-def _refuse_silent_loss(removed: Sequence[str], drop: Sequence[str]) -> None:
-    """A patch without a commit is only dropped by name: a half-applied series loses nothing."""
-    if lost := [name for name in removed if name not in drop]:
-        what, found = "patches of the series have no commit in the build tree", ", ".join(lost)
-        step = "to remove them: series export " + " ".join(f"--drop {name}" for name in lost)
-        raise ToolError(what, found=found, next_step=step)
-
-
-def _refuse_strays(series_file: Path, new: Series, before: dict[str, bytes]) -> None:
-    """Refuse to overwrite a file that the old series does not list."""
-    for patch in new:
-        path = series_file.parent / patch.name
-        if patch.name not in before and path.exists() and path.read_bytes() != patch.data:
-            what = "a file that is not in the series stands where a new patch would go"
-            raise ToolError(what, where=path, next_step="move it away, then export again")
 
 
 def _prove_round_trip(git: Git, series: Series, commits: Sequence[str]) -> None:
@@ -217,10 +183,7 @@ def _prove_round_trip(git: Git, series: Series, commits: Sequence[str]) -> None:
             again = am(scratch, patch)
             same_tree = git.tree_id(again) == git.tree_id(commit)
             if not same_tree or git.log(again, "%B").split() != git.log(commit, "%B").split():
-                raise ToolError(
-                    "a patch would not give back its commit",
-                    where=git.log(commit),
-                    expected="the same message" if same_tree else "the same files",
-                    found=git.log(again),
-                    next_step="look for a line in the message that begins like a diff, such as ---",
-                )
+                what = "a patch would not give back its commit"
+                expected = "the same message" if same_tree else "the same files"
+                step = "look for a line in the message that begins like a diff, such as ---"
+                raise ToolError(what, git.log(commit), expected, git.log(again), step)

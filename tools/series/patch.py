@@ -80,12 +80,9 @@ class Patch:
         return re.sub(r"^\[PATCH[^\]]*\]\s*", "", text)
 
     @property
-    def author(self) -> str:
-        return str(self._mail.get("From", ""))
-
-    @property
-    def date(self) -> str:
-        return str(self._mail.get("Date", ""))
+    def made(self) -> tuple[str, str]:
+        """By whom, and when."""
+        return str(self._mail.get("From", "")), str(self._mail.get("Date", ""))
 
     @cached_property
     def body(self) -> str:

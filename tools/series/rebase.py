@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series on another release: rebased in a place of its own, put in place as one act.
 
-``build/<line>/rebase`` is that place: ``patches`` with the new pin, and ``tree`` with the new base
-and the commits of the series. Nothing else changes before the end.
+That place, ``build/<line>/rebase``, has the new pin in ``patches`` and the commits in ``tree``.
 """
 
 import argparse
@@ -15,37 +14,14 @@ from tools.common.errors import ToolError
 from tools.common.files import replacing_all, staging
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project
+from tools.series import replay, tree
 from tools.series.apply import apply_series
 from tools.series.export import export_series
-from tools.series.replay import (
-    COMMAND,
-    OLD_APPLIED,
-    OLD_BASE,
-    Trial,
-    attempt,
-    commit_resolution,
-    count_done,
-    leave_out,
-    left_out,
-    old_commits,
-    render_trials,
-    replay,
-)
+from tools.series.replay import COMMAND, OLD_APPLIED, OLD_BASE
 from tools.series.series import fingerprint, read_series
 from tools.series.target import Target, find_target, open_clone, render_pin
-from tools.series.tree import (
-    APPLIED_REF,
-    BASE_REF,
-    BRANCH,
-    EXPORTED_REF,
-    Record,
-    commit_base,
-    open_settled,
-    refuse_unaccounted,
-    unpack_source,
-    write_record,
-)
-from tools.source.download import fetch
+from tools.series.tree import APPLIED_REF, BASE_REF, write_record
+from tools.source.fetch import fetch
 
 EXAMPLE = "--onto 1.2.3 --dry-run"
 _STEPS = {
@@ -53,7 +29,7 @@ _STEPS = {
     "skip": "leave the patch that it stopped at out of the series",
     "abort": "leave everything as it was before --onto",
 }
-_BEGIN = ("clone", "commit", "without_wheels", "dry_run")
+_BEGIN = ("clone", "commit", "without-wheels", "dry-run")
 _BEGAN = "re.began"  # in the configuration of the new tree: a digest of the old pin and series
 
 
@@ -61,7 +37,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     step = parser.add_mutually_exclusive_group(required=True)
     step.add_argument("--onto", metavar="VERSION_OR_REF", help="begin: a release, or a git ref")
     for flag, text in _STEPS.items():
-        text = f"then: {text}"
         step.add_argument(f"--{flag}", dest="step", action="store_const", const=flag, help=text)
     add_flag(parser, "--drop-contained", "leave out what the release contains, and go on")
     begin = parser.add_argument_group("with --onto")
@@ -78,40 +53,25 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     the pin (source, base wheels), all or nothing, and a range-diff is shown. Never pushes and never
     commits here."""
     new, under_way = rebased(project), state(project)
-    if arguments.onto is None:
-        if given := [name for name in _BEGIN if getattr(arguments, name)]:
-            raise ToolError(
-                "these belong to the beginning of a rebase",
-                where=f"--{arguments.step}",
-                found=", ".join(f"--{name.replace('_', '-')}" for name in given),
-                next_step="leave them out, or begin again: --abort, then --onto",
-            )
-        if under_way is None:
-            step = f"begin one: {COMMAND} --onto <version>"
-            raise ToolError("no rebase is under way", where=new.root, next_step=step)
-        if arguments.step == "abort":
-            abort(project, new)
-            return
-        if arguments.step == "skip":
-            skip(new)
-        go_on(project, new, arguments.drop_contained)
+    if arguments.onto:
+        if under_way:
+            step = f"{COMMAND} --continue, or give it up: {COMMAND} --abort"
+            raise ToolError("a rebase is under way already", found=under_way, next_step=step)
+        begin(project, arguments)
         return
-    if under_way:
-        raise ToolError(
-            "a rebase is under way already",
-            found=under_way,
-            next_step=f"{COMMAND} --continue, or give it up: {COMMAND} --abort",
-        )
-    target = find_target(project, arguments.onto, arguments.clone, arguments.commit)
-    _show_target(target)
-    if target.source.sha256 == project.pin.source.sha256:
-        print(f"nothing to do: the series stands on vLLM {target.version}")
-    elif arguments.dry_run:
-        trials = try_all(project, target, arguments.clone)
-        print(render_trials(trials, target, project.pin.version))
-    else:
-        begin(project, target, arguments.clone, arguments.without_wheels)
-        go_on(project, new, arguments.drop_contained)
+    if given := [f"--{name}" for name in _BEGIN if getattr(arguments, name.replace("-", "_"))]:
+        what, found = "these belong to the beginning of a rebase", ", ".join(given)
+        step = "leave them out, or begin again: --abort, then --onto"
+        raise ToolError(what, f"--{arguments.step}", found=found, next_step=step)
+    if under_way is None:
+        step = f"begin one: {COMMAND} --onto <version>"
+        raise ToolError("no rebase is under way", where=new.root, next_step=step)
+    if arguments.step == "abort":
+        abort(project, new)
+        return
+    if arguments.step == "skip":
+        skip(new)
+    go_on(project, new, arguments.drop_contained)
 
 
 def rebased(project: Project, at: Path | None = None) -> Project:
@@ -126,19 +86,10 @@ def state(project: Project) -> str | None:
     if not new.pin_file.exists():
         return None
     git = Git(new.tree)
-    done = f"{count_done(git)} of {len(old_commits(git))} patches done"
+    done = f"{replay.count_done(git)} of {len(replay.old_commits(git))} patches done"
     picking = git.commit_id("CHERRY_PICK_HEAD")
     at = f", stopped at {git.subject(picking)}" if picking else ""
     return f"onto vLLM {new.pin.version} in {new.tree}: {done}{at}"
-
-
-def _show_target(target: Target) -> None:
-    print(f"onto: vLLM {target.version} ({target.tag}, commit {target.commit})")
-    for what, file in {"source": target.source, **target.wheels}.items():
-        said = f"{file.filename}, sha256 {file.sha256}" if file else "no base wheel"
-        print(f"{what}: {said}")
-    for note in target.notes:
-        print(f"note: {note}")
 
 
 def _digest(project: Project) -> str:
@@ -147,15 +98,30 @@ def _digest(project: Project) -> str:
     return hashlib.sha256(f"{series} {project.pin_file.read_text()}".encode()).hexdigest()
 
 
-def begin(project: Project, target: Target, clone: Path | None, without_wheels: bool) -> None:
-    """Make the place of the rebase, completely or not at all."""
+def begin(project: Project, arguments: argparse.Namespace) -> None:
+    """Find the target, make the place of the rebase, completely or not at all, and start."""
+    clone, new = arguments.clone, rebased(project)
+    target = find_target(project, arguments.onto, clone, arguments.commit)
+    print(f"onto: vLLM {target.version} ({target.tag}, commit {target.commit})")
+    for what, file in {"source": target.source, **target.wheels}.items():
+        said = f"{file.filename}, sha256 {file.sha256}" if file else "no base wheel"
+        print(f"{what}: {said}")
+    for note in target.notes:
+        print(f"note: {note}")
+    if target.source.sha256 == project.pin.source.sha256:
+        print(f"nothing to do: the series stands on vLLM {target.version}")
+        return
+    if arguments.dry_run:
+        print(replay.render_trials(try_all(project, target, clone), target, project.pin.version))
+        return
     missing = [variant for variant, file in target.wheels.items() if file is None]
-    if missing and not without_wheels:
+    if missing and not arguments.without_wheels:
         what, found = f"vLLM {target.version} lacks base wheels", f"none for {', '.join(missing)}"
         raise ToolError(what, found=found, next_step="go on without them: --without-wheels")
-    with staging(rebased(project).root) as stage:
+    with staging(new.root) as stage:
         set_up(project, target, clone, stage)
-        stage.rename(rebased(project).root)
+        stage.rename(new.root)
+    go_on(project, new, arguments.drop_contained)
 
 
 def set_up(project: Project, target: Target, clone: Path | None, stage: Path) -> Git:
@@ -163,32 +129,29 @@ def set_up(project: Project, target: Target, clone: Path | None, stage: Path) ->
     apply_series(project, read_series(project.series_file))  # refuses what would be lost
     new = rebased(project, stage)
     new.tree.mkdir()
-    git, tree_id = unpack_source(fetch(target.source, project), target.archive_only, new.tree)
+    git, tree_id = tree.unpack_source(fetch(target.source, project), target.archive_only, new.tree)
     if clone and tree_id != (wanted := open_clone(clone).tree_id(target.commit)):
-        raise ToolError(
-            "the source archive does not hold the files of the tag",
-            where=target.source.filename,
-            expected=f"tree {wanted} of {target.tag} in {clone}",
-            found=f"tree {tree_id}",
-            next_step="add what the archive has beyond the tag to archive_only in upstream.toml",
-        )
+        what = "the source archive does not hold the files of the tag"
+        expected = f"tree {wanted} of {target.tag} in {clone}"
+        step = "add what the archive has beyond the tag to archive_only in upstream.toml"
+        raise ToolError(what, target.source.filename, expected, f"tree {tree_id}", step)
     shutil.copytree(project.patches, new.patches, symlinks=True)
     text = render_pin(project.pin_file.read_text(encoding="utf-8"), target, tree_id)
     new.pin_file.write_text(text, encoding="utf-8")
-    commit_base(git, new.pin)
+    tree.commit_base(git, new.pin)
     git.fetch(project.tree, f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}")
     git.run("config", _BEGAN, _digest(project))
     return git
 
 
-def try_all(project: Project, target: Target, clone: Path | None) -> list[Trial]:
+def try_all(project: Project, target: Target, clone: Path | None) -> list[replay.Trial]:
     """Try every patch, in a place that is gone afterwards."""
     series = read_series(project.series_file)
-    trials: list[Trial] = []
+    trials: list[replay.Trial] = []
     with staging(rebased(project).root) as stage:
         git = set_up(project, target, clone, stage)
-        for patch, commit in zip(series, old_commits(git), strict=True):
-            trials.append(attempt(git, patch.name, commit))
+        for patch, commit in zip(series, replay.old_commits(git), strict=True):
+            trials.append(replay.attempt(git, patch.name, commit))
             tell(f"[{len(trials):2}/{len(series)}] {patch.name}: {trials[-1].verdict}")
     return trials
 
@@ -198,17 +161,15 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
     git, before = Git(new.tree), project.pin
     if before != new.pin:
         if _digest(project) != git.text("config", _BEGAN):
-            raise ToolError(
-                "the pin or the series changed since the rebase began; nothing is overwritten",
-                where=project.patches,
-                next_step=f"put them back (git restore), or begin again: {COMMAND} --abort",
-            )
+            what = "the pin or the series changed since the rebase began; nothing is overwritten"
+            step = f"put them back (git restore), or begin again: {COMMAND} --abort"
+            raise ToolError(what, where=project.patches, next_step=step)
         names = [patch.name for patch in read_series(project.series_file)]
-        commit_resolution(git)
-        replay(git, names, f"vLLM {new.pin.version}", drop_contained)
+        replay.commit_resolution(git)
+        replay.replay(git, names, f"vLLM {new.pin.version}", drop_contained)
         tell("writing the patches, and proving that they give back the commits")
         _prove(new, names)
-        refuse_unaccounted(open_settled(project))
+        tree.refuse_unaccounted(tree.open_settled(project))
         made = {path.name: path.read_bytes() for path in new.patches.iterdir()}
         with replacing_all({project.patches / name: made.get(name) for name in {*names, *made}}):
             pass
@@ -219,11 +180,13 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
     print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
     if project.tree.exists():
         old = Git(project.tree)
-        old.fetch(new.tree, *(f"+{ref}:{ref}" for ref in (BASE_REF, APPLIED_REF, EXPORTED_REF)))
-        old.run("checkout", "--quiet", "-B", BRANCH, APPLIED_REF)
-        write_record(old, Record(fingerprint(series, new.pin), old.tree_id(APPLIED_REF)))
+        refs = (BASE_REF, APPLIED_REF, tree.EXPORTED_REF)
+        old.fetch(new.tree, *(f"+{ref}:{ref}" for ref in refs))
+        old.run("checkout", "--quiet", "-B", tree.BRANCH, APPLIED_REF)
+        record = tree.Record(fingerprint(series, new.pin), old.tree_id(APPLIED_REF))
+        write_record(old, record)
     print(f"rebased: {len(series)} patches onto vLLM {new.pin.version}")
-    for name in left_out(git):
+    for name in replay.left_out(git):
         print(f"left out: {name}")
     print("next: make lock && make install && make test; then commit what changed")
     shutil.rmtree(new.root)
@@ -235,13 +198,11 @@ def _prove(new: Project, names: list[str]) -> None:
         export_series(new, drop=names)
         apply_series(new, read_series(new.series_file))
     except ToolError as error:
-        raise ToolError(
-            "the result cannot be a series yet; nothing was replaced",
-            where=new.tree,
-            next_step=f"correct its commits (git rebase --interactive {BASE_REF}), then: "
-            f"{COMMAND} --continue; or give it up: {COMMAND} --abort",
-            details=str(error).splitlines(),
-        ) from error
+        what = "the result cannot be a series yet; nothing was replaced"
+        step = f"correct its commits (git rebase --interactive {BASE_REF}), then: {COMMAND} "
+        step += f"--continue; or give it up: {COMMAND} --abort"
+        details = str(error).splitlines()
+        raise ToolError(what, new.tree, next_step=step, details=details) from error
 
 
 def skip(new: Project) -> None:
@@ -250,9 +211,9 @@ def skip(new: Project) -> None:
     if git.commit_id("CHERRY_PICK_HEAD") is None:
         step = f"{COMMAND} --continue"
         raise ToolError("the rebase did not stop at a patch", where=new.tree, next_step=step)
-    name = read_series(new.series_file)[count_done(git)].name
+    name = read_series(new.series_file)[replay.count_done(git)].name
     contained = not git.differs("--cached", "HEAD")
-    leave_out(git, name, f"vLLM {new.pin.version} contains it" if contained else "skipped")
+    replay.leave_out(git, name, f"vLLM {new.pin.version} contains it" if contained else "skipped")
 
 
 def abort(project: Project, new: Project) -> None:

@@ -64,13 +64,10 @@ def leave_out(git: Git, name: str, why: str) -> None:
 
 
 def replay(git: Git, names: Sequence[str], release: str, drop_contained: bool) -> None:
-    """Merge the patches that are left, in order, or stop at one and say what to do.
+    """Merge the patches that are left onto ``release``, or stop at one and say what to do.
 
-    Args:
-        git: the build tree.
-        names: of all patches.
-        release: what they are merged onto.
-        drop_contained: leave out the patches that the release contains, instead of stopping.
+    ``names`` are those of all patches. ``drop_contained``: leave out those that the release
+    contains, instead of stopping.
     """
     commits = old_commits(git)
     for number in range(count_done(git), len(commits)):
@@ -83,17 +80,12 @@ def replay(git: Git, names: Sequence[str], release: str, drop_contained: bool) -
             what, step = f"a patch conflicts with {release}", "edit them (git add what is new)"
             if verdict == CONTAINED:
                 what, step = f"{release} contains a patch already", "change something"
-            raise ToolError(
-                what,
-                where=f"{name}, {number + 1} of {len(names)}",
-                found=f"files that cannot be merged: {len(conflicts)}" if conflicts else None,
-                next_step=f"{step} in {git.path}, then: {COMMAND} --continue",
-                details=[
-                    *conflicts,
-                    f"to leave the patch out: {COMMAND} --skip",
-                    f"to leave everything as it was: {COMMAND} --abort",
-                ],
-            )
+            found = f"files that cannot be merged: {len(conflicts)}" if conflicts else None
+            step = f"{step} in {git.path}, then: {COMMAND} --continue"
+            conflicts.append(f"to leave the patch out: {COMMAND} --skip")
+            conflicts.append(f"to leave everything as it was: {COMMAND} --abort")
+            where = f"{name}, {number + 1} of {len(names)}"
+            raise ToolError(what, where, found=found, next_step=step, details=conflicts)
         tell(f"[{number + 1:2}/{len(commits)}] {name}: {verdict}")
 
 
@@ -113,11 +105,9 @@ def commit_resolution(git: Git) -> None:
         raise ToolError(what, git.path, next_step=step, details=untracked)
     git.run("add", "--update", ".")
     if not git.differs("--cached", "HEAD"):
-        raise ToolError(
-            "nothing is left of a patch",
-            where=f"{git.path}, {git.subject(picking)}",
-            next_step=f"leave it out: {COMMAND} --skip; or change something, then: --continue",
-        )
+        step = f"leave it out: {COMMAND} --skip; or change something, then: --continue"
+        where = f"{git.path}, {git.subject(picking)}"
+        raise ToolError("nothing is left of a patch", where, next_step=step)
     git.run("commit", "--quiet", "--cleanup=verbatim", "-C", picking)  # message, author, date
 
 
@@ -135,12 +125,10 @@ def attempt(git: Git, name: str, commit: str) -> Trial:
     if trial.verdict == CONFLICT:
         discard(git)
         verdict, _ = pick(git, commit, "-X", "theirs")
-        if verdict == CONFLICT:
+        if verdict == CONFLICT:  # a file that one side removed
             for path in git.unmerged():
-                if git.read(commit, path) is not None:
-                    git.run("checkout", commit, "--", path)
-                else:
-                    git.run("rm", "--quiet", "--force", "--", path)
+                gone = git.read(commit, path) is None
+                git.run(*(("rm", "-qf") if gone else ("checkout", commit)), "--", path)
             if git.differs("--cached", "HEAD"):
                 git.run("commit", "--quiet", "-C", commit)
     discard(git)
@@ -152,12 +140,9 @@ def render_trials(trials: Sequence[Trial], target: Target, before: str) -> str:
     verdicts = [trial.verdict for trial in trials]
     clean, conflict, contained = map(verdicts.count, (CLEAN, CONFLICT, CONTAINED))
     rows = [(f"`{n}`", verdict, "<br>".join(c)) for n, verdict, c in trials if verdict != CLEAN]
-    lines = [
-        f"## From vLLM {before} onto {target.version}",
-        "",
+    cells = "\n".join(table(("Patch", "Verdict", "Where"), rows)) if rows else ""
+    return (
+        f"## From vLLM {before} onto {target.version}\n\n"
         f"{len(trials)} patches: {clean} apply, {conflict} conflict, {contained} are contained "
-        f"already. Source: `{target.source.filename}`, sha256 `{target.source.sha256}`.",
-        "",
-        *(table(("Patch", "Verdict", "Where"), rows) if rows else []),
-    ]
-    return "\n".join(lines)
+        f"already. Source: `{target.source.filename}`, sha256 `{target.source.sha256}`.\n\n{cells}"
+    )

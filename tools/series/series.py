@@ -2,7 +2,7 @@
 """``patches/<line>/series`` and the files it lists: reading, checking, writing as one act."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tools.common.errors import Problems, ToolError
@@ -42,13 +42,14 @@ def render_series(names: Sequence[str], old: str = "") -> str:
     return "".join(f"{line}\n" for line in [*lines, *above])
 
 
-def before(series: Series, name: str) -> Series:
-    """The patches that come before the named one."""
-    names = [patch.name for patch in series]
-    if name not in names:
-        expected = "one of: " + ", ".join(names)
-        raise ToolError("the series has no such patch", found=name, expected=expected)
-    return series[: names.index(name)]
+def choose(series: Series, names: Iterable[str]) -> list[Patch]:
+    """The named patches in the order of the series; ``.patch`` may be left out of a name."""
+    wanted = {f"{name.removesuffix('.patch')}.patch" for name in names}
+    if unknown := wanted - {patch.name for patch in series}:
+        expected = "one of: " + ", ".join(patch.name for patch in series)
+        found = ", ".join(sorted(unknown))
+        raise ToolError("the series has no such patch", expected=expected, found=found)
+    return [patch for patch in series if patch.name in wanted]
 
 
 def with_needs(patches: Iterable[Patch], names: Iterable[str]) -> list[str]:
@@ -69,21 +70,6 @@ def fingerprint(series: Series, pin: Pin) -> str:
     return total.hexdigest()
 
 
-def _listing_problems(series_file: Path, names: Sequence[str]) -> Iterator[ToolError]:
-    """Mistakes in the list that keep the patches from being read."""
-    for name in dict.fromkeys(names):
-        path = series_file.parent / name
-        if names.count(name) > 1:
-            what, step = "a patch is listed twice", "delete all but one line"
-            yield ToolError(what, series_file, "each name once", name, step)
-        if Path(name).name != name or not name.endswith(".patch"):
-            what = "a name in the series is not that of a patch beside it"
-            yield ToolError(what, series_file, "<what-it-adds>.patch", name, "correct the line")
-        elif not path.is_file():
-            what, step = "a listed patch does not exist", "restore the file or delete the line"
-            yield ToolError(what, series_file, path, name, step)
-
-
 def read_series(series_file: Path) -> Series:
     """Read the series; refuse a list with mistakes."""
     try:
@@ -91,7 +77,20 @@ def read_series(series_file: Path) -> Series:
     except FileNotFoundError:
         step = "restore it (git checkout patches), or make it: series export"
         raise ToolError("there is no series file", series_file, next_step=step) from None
-    if problems := list(_listing_problems(series_file, names)):
+    problems = []
+    for name in dict.fromkeys(names):
+        path = series_file.parent / name
+        if names.count(name) > 1:
+            what, expected, step = "a patch is listed twice", "each name once", "delete all but one"
+            problems.append(ToolError(what, series_file, expected, name, step))
+        if Path(name).name != name or not name.endswith(".patch"):
+            what = "a name in the series is not that of a patch beside it"
+            expected, step = "<what-it-adds>.patch", "correct the line"
+            problems.append(ToolError(what, series_file, expected, name, step))
+        elif not path.is_file():
+            what, step = "a listed patch does not exist", "restore the file or delete the line"
+            problems.append(ToolError(what, series_file, path, name, step))
+    if problems:
         raise Problems(f"the list of patches in {series_file} is wrong", problems)
     return tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools.common.cli import add_flag, add_tree
+from tools.common.cli import add_flag, add_tree, count
 from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.pin import Project
@@ -33,29 +33,52 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Show the state of the series on one screen: pin, newest release, every patch with its
     upstream status, what is applied, whether an export would change a file, what drifted. Works
     without a network: then the newest release is unknown."""
-    newest = "unknown: not asked" if arguments.offline else newest_release(project)
-    try:
-        series, problem = read_series(project.series_file), None
-    except ToolError as error:
-        series, problem = Series(), f"cannot be read: {error.what}"
-    states: dict[str, str] = {}
     facts = Table.grid(padding=(0, 2))
-    for what, said in report(project, series, problem, newest, states):
+    patches = Table("patch", "upstream", "+", "-", "files", "build tree", box=None)
+    for what, said in report(project, arguments.offline, patches):
         facts.add_row(what, Text(said, overflow="fold"))
-    console = Console()
-    console.print(facts)
-    if series:
-        table = Table("patch", "upstream", "+", "-", "files", "build tree", box=None)
-        for patch in series:
-            state = states.get(patch.name, ABSENT)
-            try:
-                diff = patch.diff
-                size = [str(count) for count in (diff.added, diff.removed, len(diff))]
-            except ToolError as error:
-                size, state = ["?"] * 3, error.what
-            # As Text: brackets are no markup.
-            table.add_row(*map(Text, (patch.name, patch.status, *size, state)))
-        console.print(table)
+    Console().print(facts)
+    if patches.rows:
+        Console().print(patches)
+
+
+def report(project: Project, offline: bool, patches: Table) -> Iterator[tuple[str, str]]:
+    """Topics and texts; a problem with one does not hide the others. Fills in ``patches``."""
+    pin = project.pin
+    yield "pin", f"vLLM {pin.version}, {pin.git_tag}, commit {pin.commit}"
+    yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
+    yield "newest", "unknown: not asked" if offline else newest_release(project)
+    if state := rebase.state(project):
+        yield "rebase", state
+    try:
+        series = read_series(project.series_file)
+    except ToolError as error:
+        yield "series", f"cannot be read: {error.what}"
+        return
+    number = count(len(series), "patch", "patches")
+    yield "series", f"{number}, fingerprint {fingerprint(series, pin)[:16]}..."
+    states: dict[str, str] = {}
+    try:
+        git = open_tree(project)
+    except ToolError as error:
+        yield "applied", f"no: {error.what} ({project.tree})"
+    else:
+        states = _states(git, series)
+        same = list(states.values()).count(APPLIED)
+        yield "applied", f"{same} of {number} as they are, in {project.tree}"
+        yield "churn", _churn(git)
+        yield "export", _export(project)
+        for said in list(_drift(git, project, series)) or ["none"]:
+            yield "drift", said
+    for patch in series:
+        state = states.get(patch.name, ABSENT)
+        try:
+            diff = patch.diff
+            size = [str(number) for number in (diff.added, diff.removed, len(diff))]
+        except ToolError as error:
+            size, state = ["?"] * 3, error.what
+        # As Text: brackets are no markup.
+        patches.add_row(*map(Text, (patch.name, patch.status, *size, state)))
 
 
 def newest_release(project: Project) -> str:
@@ -67,47 +90,17 @@ def newest_release(project: Project) -> str:
     ahead = [version for version in known if version > Version(project.pin.version)]
     if not ahead:
         return f"{project.pin.version}, the pinned one"
-    return f"{ahead[-1]}, {_count(len(ahead), 'release')} after the pinned one"
+    return f"{ahead[-1]}, {count(len(ahead), 'release')} after the pinned one"
 
 
-def _count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
-def report(
-    project: Project, series: Series, problem: str | None, newest: str, states: dict[str, str]
-) -> Iterator[tuple[str, str]]:
-    """Topics and texts; a problem with one does not hide the others. Fills in ``states``."""
-    pin = project.pin
-    yield "pin", f"vLLM {pin.version}, {pin.git_tag}, commit {pin.commit}"
-    yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
-    yield "newest", newest
-    if state := rebase.state(project):
-        yield "rebase", state
-    if problem:
-        yield "series", problem
-        return
-    count = _count(len(series), "patch", "patches")
-    yield "series", f"{count}, fingerprint {fingerprint(series, pin)[:16]}..."
-    try:
-        git = open_tree(project)
-    except ToolError as error:
-        yield "applied", f"no: {error.what} ({project.tree})"
-        return
-    commits = git.commits("--no-merges", f"{BASE_REF}..HEAD")
+def _states(git: Git, series: Series) -> dict[str, str]:
+    """Whether each commit is what its patch gives, by the name of the patch."""
     known = {patch.name: patch.data for patch in series}
     try:
-        for made in draft_series(git, commits, series):
-            states[made.name] = APPLIED if known.get(made.name) == made.data else CHANGED
+        drafts = draft_series(git, git.commits("--no-merges", f"{BASE_REF}..HEAD"), series)
     except ToolError:  # two commits of one name: the export says so
-        pass
-    same = list(states.values()).count(APPLIED)
-    yield "applied", f"{same} of {count} as they are, in {project.tree}"
-    yield "churn", _churn(git)
-    yield "export", _export(project)
-    drift = list(_drift(git, project, series))
-    for said in drift or ["none"]:
-        yield "drift", said
+        return {}
+    return {p.name: APPLIED if known.get(p.name) == p.data else CHANGED for p in drafts}
 
 
 def _churn(git: Git) -> str:
@@ -116,18 +109,14 @@ def _churn(git: Git) -> str:
         sum(int(row.split()[0]) for row in _numstat(git, f"{commit}^", commit))
         for commit in git.commits("--no-merges", f"{BASE_REF}..HEAD")
     ]
+    names = [row.split("\t")[2] for row in _numstat(git, "--diff-filter=d", BASE_REF, "HEAD")]
+    blame = (git.text("blame", "-s", f"{BASE_REF}..HEAD", "--", name) for name in names)
     # Lines of the base are marked with a caret.
-    remain = sum(
-        not line.startswith("^")
-        for row in _numstat(git, "--diff-filter=d", BASE_REF, "HEAD")
-        for line in git.text(
-            "blame", "-s", f"{BASE_REF}..HEAD", "--", row.split("\t")[2]
-        ).splitlines()
-    )
+    remain = sum(not line.startswith("^") for text in blame for line in text.splitlines())
     lost = sum(added) - remain
     share = f"{lost / remain:.1%}" if remain else "none"
     return (
-        f"{lost} of {_count(sum(added), 'line')} that patches add to {PACKAGE}/ do not remain, "
+        f"{lost} of {count(sum(added), 'line')} that patches add to {PACKAGE}/ do not remain, "
         f"{share} of those that do; a patch adds at most {max(added, default=0)}"
     )
 
@@ -139,20 +128,20 @@ def _numstat(git: Git, *arguments: str) -> list[str]:
 
 def _export(project: Project) -> str:
     try:
-        done = export_series(project, check=True)
+        changes = export_series(project, check=True)
     except ToolError as error:
         return f"not possible: {error.what}"
-    if not done.stale:
+    if not changes:
         return "clean: it would change no file"
-    return f"would change {_count(len(done.stale), 'file')}: {', '.join(done.stale)}"
+    return f"would change {count(len(changes), 'file')}: {', '.join(changes)}"
 
 
 def _drift(git: Git, project: Project, series: Series) -> Iterator[str]:
     if dirt := git.dirt():
-        yield f"{_count(len(dirt), 'file')} changed and not committed in the build tree"
+        yield f"{count(len(dirt), 'file')} changed and not committed in the build tree"
     if lost := unaccounted(git):
         subjects = ", ".join(map(git.subject, lost))
-        yield f"{_count(len(lost), 'commit')} not exported: {subjects}"
+        yield f"{count(len(lost), 'commit')} not exported: {subjects}"
     record = read_record(git)
     if record and record.fingerprint != fingerprint(series, project.pin):
         yield "the patches changed" + (" since the apply" if git.commit_id(APPLIED_REF) else "")

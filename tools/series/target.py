@@ -4,7 +4,7 @@
 import hashlib
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,7 +16,7 @@ from tools.common.errors import ToolError
 from tools.common.files import staging, write
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, PinnedFile, Project
-from tools.source.download import fetch
+from tools.source.fetch import fetch
 from tools.source.index import Index, IndexFile, like_wheel, releases
 
 # What building a source archive adds to the tagged files.
@@ -53,10 +53,9 @@ def find_target(project: Project, onto: str, clone: Path | None, commit: str | N
         what, step = "the clone and --commit disagree", "leave --commit out"
         raise ToolError(what, f"{clone}, {onto}", commit, found, step)
     tag, distance = _describe(git, found)
-    if distance == 0:
-        files = Index().files(project.pin.source.distribution)
-        if any(_is_source(file, Version(tag)) for file in files):
-            return _release(project, Version(tag), found)
+    offered = Index().files(project.pin.source.distribution) if distance == 0 else []
+    if _source(offered, Version(tag)):
+        return _release(project, Version(tag), found)
     return _packed(project, git, found, tag, distance)
 
 
@@ -82,11 +81,9 @@ def _version(onto: str) -> Version:
     try:
         return Version(onto.removeprefix("v"))
     except InvalidVersion:
-        what, step = (
-            "this is not a version of vLLM",
-            "for a git ref, name the clone: --clone <path>",
-        )
-        raise ToolError(what, "--onto", "a version such as 1.2.3", onto, step) from None
+        what, expected = "this is not a version of vLLM", "a version such as 1.2.3"
+        step = "for a git ref, name the clone: --clone <path>"
+        raise ToolError(what, "--onto", expected, onto, step) from None
 
 
 def _describe(git: Git, commit: str) -> tuple[str, int]:
@@ -100,28 +97,27 @@ def _describe(git: Git, commit: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-def _is_source(file: IndexFile, version: Version) -> bool:
-    return file.version == version and file.filename.endswith(".tar.gz")
+def _source(files: Iterable[IndexFile], version: Version) -> IndexFile | None:
+    archives = (f for f in files if f.version == version and f.link.filename.endswith(".tar.gz"))
+    return next(archives, None)
 
 
 def _release(project: Project, version: Version, commit: str | None) -> Target:
     pin, index = project.pin, Index()
     files = index.files(pin.source.distribution)
-    source = next((file for file in files if _is_source(file, version)), None)
+    source = _source(files, version)
     if source is None:
         what = "the package index has no source archive of this version"
         newest = f"a release; the newest are {', '.join(map(str, releases(files)[-5:]))}"
         step = "check the version, or name a ref of a clone: --onto <ref> --clone <path>"
         raise ToolError(what, pin.source.distribution, newest, version, step)
-    withdrawn = f"{source.filename} is withdrawn on the package index"
-    notes = [withdrawn] if source.link.is_yanked else []
+    notes = []
+    if source.link.is_yanked:
+        notes.append(f"{source.link.filename} is withdrawn on the package index")
     wheels: dict[str, PinnedFile | None] = {}
-    offered = {pin.source.distribution: files}
     for variant, table in wheel_tables(project).items():
-        name = str(table["distribution"])
-        if name not in offered:
-            offered[name] = index.files(name)
-        like = like_wheel([f for f in offered[name] if f.version == version], str(table["tag"]))
+        files = [f for f in index.files(str(table["distribution"])) if f.version == version]
+        like = like_wheel(files, str(table["tag"]))
         wheels[variant] = index.pin(like) if like else None
         if like is None and variant in pin.wheels and pin.wheels[variant].tests_only:
             wheels[variant] = pin.wheels[variant].file  # lends its kernels to any release
@@ -131,10 +127,8 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
         what, found = "the source archive was made from another commit", f"{stated}... in it"
         raise ToolError(what, pinned.filename, commit, found, "check the commit of the tag")
     if commit is None:
-        notes.append(
-            f"the archive names its commit only as {stated or 'nothing'}: the pin says "
-            f"commit = {UNKNOWN!r}; name it with --commit or --clone"
-        )
+        said = f"the archive names its commit only as {stated or 'nothing'}: the pin says "
+        notes.append(f"{said}commit = {UNKNOWN!r}; name it with --commit or --clone")
     only, tag = pin.archive_only or ARCHIVE_ONLY, f"v{version}"
     return Target(str(version), tag, commit or UNKNOWN, pinned, only, wheels, tuple(notes))
 
@@ -142,13 +136,12 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
 def _stated_commit(archive: Path) -> str | None:
     """The beginning of the commit's id, as the archive's version module states it."""
     with tarfile.open(archive) as tar:
-        for member in tar:
-            if PurePosixPath(member.name).parts[1:] == ("vllm", "_version.py"):
-                file = tar.extractfile(member)
-                text = file.read().decode(errors="replace") if file else ""
-                match = re.search(r"^__commit_id__ = .*'g?([0-9a-f]{7,40})'", text, re.MULTILINE)
-                return match[1] if match else None
-    return None
+        modules = (m for m in tar if PurePosixPath(m.name).parts[1:] == ("vllm", "_version.py"))
+        module = next(modules, None)
+        file = tar.extractfile(module) if module else None
+        text = file.read().decode(errors="replace") if file else ""
+    match = re.search(r"^__commit_id__ = .*'g?([0-9a-f]{7,40})'", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) -> Target:
@@ -160,7 +153,15 @@ def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) ->
         version = ".".join(map(str, after)) + f".dev{distance}"
         label = f"{tag}-{distance}-g{short}"
     name = f"vllm-{version}-{short}.tar.gz"
-    data = _pack(git, commit, f"vllm-{version}", project.downloads / "pack")
+    with staging(project.downloads / "pack") as place:
+        # Every file, whatever the commit's attributes leave out.
+        pack = Git(place)
+        pack.init("pack")
+        pack.fetch(git.path, "--depth=1", commit)
+        (place / ".git/info").mkdir(exist_ok=True)
+        (place / ".git/info/attributes").write_text("* -export-ignore -export-subst\n")
+        words = ("--format=tar.gz", f"--prefix=vllm-{version}/")
+        data = pack.run("archive", *words, commit).stdout
     write(project.downloads / name, data)
     digest = hashlib.sha256(data).hexdigest()
     source = PinnedFile(project.pin.source.distribution, version, name, len(data), digest)
@@ -170,18 +171,6 @@ def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) ->
     )
     wheels: dict[str, PinnedFile | None] = dict.fromkeys(wheel_tables(project))
     return Target(version, label, commit, source, (), wheels, (note,))
-
-
-def _pack(clone: Git, commit: str, top: str, beside: Path) -> bytes:
-    """A source archive of a commit: every file, whatever the commit's attributes leave out."""
-    with staging(beside) as place:
-        git = Git(place)
-        git.init("pack")
-        git.fetch(clone.path, "--depth=1", commit)
-        attributes = place / ".git/info/attributes"
-        attributes.parent.mkdir(exist_ok=True)
-        attributes.write_text("* -export-ignore -export-subst\n")
-        return git.run("archive", "--format=tar.gz", f"--prefix={top}/", commit).stdout
 
 
 def wheel_tables(project: Project) -> dict[str, Any]:

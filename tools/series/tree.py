@@ -14,8 +14,7 @@ from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.pin import Pin, Project
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
-from tools.source.download import fetch
-from tools.source.fetch import submodule
+from tools.source.fetch import fetch, submodule
 
 BRANCH = "routed-experts"
 BASE_REF, APPLIED_REF, EXPORTED_REF = "refs/re/base", "refs/re/applied", "refs/re/exported"
@@ -38,10 +37,10 @@ def base_message(pin: Pin) -> str:
 
 
 def identity(
-    date: str | None = None, name: str = PROJECT_NAME, email: str = PROJECT_EMAIL
+    date: str = "", name: str = PROJECT_NAME, email: str = PROJECT_EMAIL
 ) -> dict[str, str]:
-    """Author and committer of a commit, for git's environment; by default the project."""
-    facts = {"NAME": name, "EMAIL": email, **({"DATE": date} if date else {})}
+    """Author and committer of a commit, for git's environment; by default the project, now."""
+    facts = {"NAME": name, "EMAIL": email, "DATE": date}
     return {f"GIT_{who}_{key}": v for who in ("AUTHOR", "COMMITTER") for key, v in facts.items()}
 
 
@@ -82,13 +81,9 @@ def make_base(project: Project, into: Path) -> Git:
     else:
         git, tree = unpack_source(fetch(pin.source, project), pin.archive_only, into)
     if tree != pin.tree:
-        raise ToolError(
-            "the source does not give the pinned tree",
-            where=path or pin.source.filename,
-            expected=f"tree {pin.tree}",
-            found=f"tree {tree}",
-            next_step="check [release] in upstream.toml",
-        )
+        what, where = "the source does not give the pinned tree", path or pin.source.filename
+        step = "check [release] in upstream.toml"
+        raise ToolError(what, where, f"tree {pin.tree}", f"tree {tree}", step)
     commit_base(git, pin)
     return git
 
@@ -98,9 +93,8 @@ def commit_base(git: Git, pin: Pin) -> None:
     # One date for all, so that the base commit has one id everywhere.
     who, message = identity("2000-01-01T00:00:00+0000"), base_message(pin).encode()
     commit = git.run("commit-tree", pin.tree, "-F", "-", stdin=message, env=who)
-    base = commit.stdout.decode().strip()
-    git.run("update-ref", BASE_REF, base)
-    git.run("reset", "--hard", "--quiet", base)
+    git.run("update-ref", BASE_REF, commit.stdout.decode().strip())
+    git.run("reset", "--hard", "--quiet", BASE_REF)
     # So that commits made here by hand carry the identity that the series' rules ask for.
     git.run("config", "user.name", PROJECT_NAME)
     git.run("config", "user.email", PROJECT_EMAIL)
@@ -108,31 +102,31 @@ def commit_base(git: Git, pin: Pin) -> None:
 
 def open_tree(project: Project) -> Git:
     """The project's build tree; refuses one of another pin, or one that apply did not make."""
-    path, pin = project.tree, project.pin
+    git, pin = Git(project.tree), project.pin
     apply = "python -m tools series apply"
-    if not path.exists():
-        raise ToolError("there is no build tree", where=path, next_step=apply)
-    git = Git(path)
-    base = git.commit_id(BASE_REF) if (path / ".git").exists() else None
+    if not git.path.exists():
+        raise ToolError("there is no build tree", where=git.path, next_step=apply)
+    base = git.commit_id(BASE_REF) if (git.path / ".git").exists() else None
     if base is None:
         what, step = "this directory was not made by series apply", f"move it away, then: {apply}"
-        raise ToolError(what, path, next_step=step)
-    found = git.log(base, "%B")
-    if found != base_message(pin).strip() or git.tree_id(base) != pin.tree:
-        raise ToolError(
-            "the build tree belongs to another pin",
-            where=path,
-            expected=f"source sha256 {pin.source.sha256}",
-            found=found.splitlines()[-1].replace("Source-sha256:", "source sha256"),
-            next_step="keep what you need of it, then move or delete it",
-        )
+        raise ToolError(what, git.path, next_step=step)
+    message = git.log(base, "%B")
+    if message != base_message(pin).strip() or git.tree_id(base) != pin.tree:
+        what, step = "the build tree belongs to another pin", "keep what you need of it, then"
+        found = message.splitlines()[-1].replace("Source-sha256:", "source sha256")
+        expected, step = f"source sha256 {pin.source.sha256}", f"{step} move or delete it"
+        raise ToolError(what, git.path, expected, found, step)
     return git
 
 
 def open_settled(project: Project) -> Git:
     """The build tree, with no operation under way and nothing uncommitted."""
     git = open_tree(project)
-    refuse_unfinished(git)
+    for name in UNFINISHED:
+        if (git.path / ".git" / name).exists():
+            what = f"a git operation is under way in the build tree (.git/{name})"
+            step = f"finish or abort it: git -C {git.path} status"
+            raise ToolError(what, git.path, next_step=step)
     git.refuse_dirt("the build tree has changes that are not committed")
     return git
 
@@ -147,15 +141,6 @@ def write_record(git: Git, record: Record) -> None:
     git.run("config", "--local", "re.record", " ".join(record))
 
 
-def refuse_unfinished(git: Git) -> None:
-    """Refuse while a rebase, am, merge or cherry-pick waits to be finished."""
-    for name in UNFINISHED:
-        if (git.path / ".git" / name).exists():
-            what = f"a git operation is under way in the build tree (.git/{name})"
-            step = f"finish or abort it: git -C {git.path} status"
-            raise ToolError(what, git.path, next_step=step)
-
-
 def unaccounted(git: Git) -> list[str]:
     """Commits on the branch or a detached HEAD that no patch reproduces, oldest first."""
     known = filter(None, map(git.commit_id, (BASE_REF, APPLIED_REF, EXPORTED_REF)))
@@ -167,10 +152,7 @@ def unaccounted(git: Git) -> list[str]:
 
 def refuse_unaccounted(git: Git) -> None:
     if lost := unaccounted(git):
-        raise ToolError(
-            "the build tree has commits that the series does not account for",
-            where=git.path,
-            found=f"{len(lost)} commits that would be lost",
-            next_step="keep them: python -m tools series export; or lose them: --discard",
-            details=map(git.log, lost),
-        )
+        what = "the build tree has commits that the series does not account for"
+        found, details = f"{len(lost)} commits that would be lost", [*map(git.log, lost)]
+        step = "keep them: python -m tools series export; or lose them: --discard"
+        raise ToolError(what, git.path, None, found, step, details)

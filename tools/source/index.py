@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
@@ -18,17 +18,12 @@ from tools.common.pin import PinnedFile
 CHECK_NETWORK = "check the network and PIP_INDEX_URL"
 
 
-@dataclass(frozen=True)
-class IndexFile:
+class IndexFile(NamedTuple):
     """A file that the index offers; nothing of it is downloaded yet."""
 
     distribution: str
     version: Version
     link: Link
-
-    @property
-    def filename(self) -> str:
-        return self.link.filename
 
 
 @contextmanager
@@ -72,15 +67,15 @@ class Index:
         digest = (file.link.hash_option or {}).get("sha256", [""])[0]
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
             what, step = "the package index states no sha256 of a file", "name another index"
-            raise ToolError(what, file.filename, next_step=f"{step}: PIP_INDEX_URL=...")
-        with _explained("the package index does not say how large a file is", file.filename):
+            raise ToolError(what, file.link.filename, next_step=f"{step}: PIP_INDEX_URL=...")
+        with _explained("the package index does not say how large a file is", file.link.filename):
             if file.link.is_file:
                 size = file.link.file_path.stat().st_size
             else:
                 response = self.finder.session.head(file.link.url_without_fragment)
                 response.raise_for_status()
                 size = int(response.headers["content-length"])
-        return PinnedFile(file.distribution, str(file.version), file.filename, size, digest)
+        return PinnedFile(file.distribution, str(file.version), file.link.filename, size, digest)
 
 
 def releases(files: Sequence[IndexFile]) -> list[Version]:
@@ -97,11 +92,11 @@ def like_wheel(files: Sequence[IndexFile], tag: str) -> IndexFile | None:
     found = []
     for file in files:
         try:
-            _, _, build, tags = parse_wheel_filename(file.filename)
+            _, _, build, tags = parse_wheel_filename(file.link.filename)
         except InvalidWheelFilename:
             continue
         if any(_platform(str(one)) == _platform(tag) for one in tags):
-            found.append((build or (0, ""), tag in map(str, tags), file.filename, file))
+            found.append((build or (0, ""), tag in map(str, tags), file.link.filename, file))
     return max(found)[-1] if found else None
 
 

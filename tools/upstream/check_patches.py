@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every patch at its own place in the series, as a pull request that stops there would be; or, with
-``--alone``, on the release with what it needs."""
+"""Every patch at its own place in the series, as a pull request that stops there would be."""
 
 import argparse
 import json
@@ -11,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +20,11 @@ from tools.common.errors import ToolError
 from tools.common.files import digest_of, write
 from tools.common.git import Git
 from tools.common.pin import Project
-from tools.series.series import read_series, with_needs
+from tools.series.series import choose, read_series, with_needs
 from tools.series.tree import BASE_REF, open_tree
+from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
-from tools.upstream.testrun import (
-    FAILED,
-    PASSED,
-    SKIPPED,
-    Results,
-    is_test_file,
-    run_file,
-    test_environment,
-)
+from tools.upstream.testrun import FAILED, PASSED, SKIPPED, Results, is_test_file
 from tools.wheel.verify import find_site, verify_installed
 
 EXAMPLE = "--out benchmarks/results/check-patches.md"
@@ -107,36 +100,31 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     stand = {patch.name: place for patch, place in zip(series, places(git), strict=True)}
     start = time.monotonic()
     rows = []
-    for patch in series:
-        if arguments.patches and patch.name not in arguments.patches:
-            continue
+    for patch in choose(series, arguments.patches) or series:
         place = stand[patch.name]
         if arguments.alone:
             stack = [stand[name] for name in with_needs(series, [patch.name])]
             place = checker.stand_alone(patch.name, stack)
         findings = {}
         for check in CHECKS:
-            found = findings[check] = checker.check(place, check)
-            said = found.said if found.good else f"FAILED: {found.said}"
-            tell(f"{time.monotonic() - start:5.0f} s  {patch.name:36}  {check:8}  {said}")
+            findings[check] = checker.check(place, check)
+            took = f"{time.monotonic() - start:5.0f} s"
+            tell(f"{took}  {patch.name:36}  {check:8}  {findings[check]}")
         rows.append((patch.name, findings))
     if arguments.out:
-        title, command = "Every patch at its own place", "make check-patches"
-        where = "each with those before it and none after it"
+        title, where = "Every patch at its own place", "each with those before it and none after it"
         if arguments.alone:
-            title, command = "Every patch alone", f"{command} ARGS=--alone"
-            where = "each on the release, above the patches that its `Needs:` names and no others"
+            title, where = "Every patch alone", "each on the release, above what its `Needs:` names"
         about = (
             f"{len(rows)} patches on vLLM {project.pin.version}, {where}, on a CPU. Imports: the "
             "modules it touches, and the server's. Linters: vLLM's own rules and hooks (SPDX "
             "headers among them) pass on the files it touches. Types: mypy finds nothing that it "
             "does not find before the patch. Tests: those of the files it touches; one that fails "
             "in the same way on the release does not count against the patch. "
-            f"`{command}` writes this file."
+            f"`make check-patches{' ARGS=--alone' if arguments.alone else ''}` writes this file."
         )
         write(arguments.out, render(rows, title, about))
-    failed = [line for name, findings in rows for line in tell_failed(findings, f"{name}, ")]
-    if failed:
+    if failed := [line for name, found in rows for line in tell_failed(found, f"{name}, ")]:
         step = "correct the patch (CONTRIBUTING.md, Editing a patch), run it again"
         raise ToolError("checks of patches failed", arguments.out, next_step=step, details=failed)
     print(f"series: {len(rows)} patches pass {'alone' if arguments.alone else 'in their places'}")
@@ -148,6 +136,9 @@ class Finding(NamedTuple):
     good: bool
     said: str  # in a word or two
     details: str = ""
+
+    def __str__(self) -> str:
+        return self.said if self.good else f"FAILED: {self.said}"
 
 
 class Place(NamedTuple):
@@ -164,24 +155,16 @@ def places(git: Git) -> list[Place]:
 
 
 class Checker:
-    """Checks patches in one work tree that goes from place to place.
+    """Checks patches of the series in ``git`` in one work tree that goes from place to place.
 
-    Args:
-        git: the applied series.
-        site: where its wheel is installed; kernels and generated files come from there.
-        build: what is made goes there. A finished check of the same trees is not made again.
-        release: the commit that it stands on.
+    Kernels and generated files come from ``site``, where the wheel is installed. What is made goes
+    to ``build``: a finished check of the same trees is not made again.
     """
 
     def __init__(self, git: Git, site: Path, build: Path, release: str = BASE_REF) -> None:
-        self.git = git
-        self.release = release
-        self.site = site
-        self.build = build
-        self.tree = build / PACKAGE
-        self.results = build / "results"
+        self.git, self.site, self.build, self.release = git, site, build, release
+        self.tree, self.results = build / PACKAGE, build / "results"
         self._at: str | None = None
-        self.results.mkdir(parents=True, exist_ok=True)
 
     def check(self, place: Place, name: str) -> Finding:
         """One check of one patch, or what an earlier run found."""
@@ -189,7 +172,7 @@ class Checker:
             return self._check_tests(place)
         trees = "-".join(self.git.tree_id(commit)[:12] for commit in place)
         make = getattr(self, f"_check_{name}")
-        return Finding(*self._kept(f"{trees}-{_recipe()}-{name}", lambda: make(place)))
+        return Finding(*self._kept(f"{trees}-{name}", lambda: make(place)))
 
     def _files(self, place: Place, suffix: str) -> list[str]:
         """Files of this kind that the patch adds or changes."""
@@ -205,17 +188,17 @@ class Checker:
         git = Git(self.tree)
         commits = [place.commit for place in stack]
         if git.run("cherry-pick", *commits, accept=(0, 1)).returncode:
-            found = ", ".join(git.unmerged())
+            found = f"conflicts in {', '.join(git.unmerged())}"
             git.run("cherry-pick", "--abort")
             what = "a patch does not apply to the release with what it needs"
             step = "name the patch that it stands on in its Needs:, or change it"
-            raise ToolError(what, name, found=f"conflicts in {found}", next_step=step)
+            raise ToolError(what, name, found=found, next_step=step)
         self._at = git.text("rev-parse", "HEAD")
         return Place(git.text("rev-parse", f"{self._at}~1"), self._at)
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         """The result that an earlier run stored under this name, or a new one."""
-        stored = self.results / f"{name}.json"
+        stored = self.results / f"{name}-{digest_of(Path(__file__))[:8]}.json"  # how it was made
         if not stored.is_file():
             write(stored, json.dumps(make(), indent=1))
         return json.loads(stored.read_text())
@@ -242,20 +225,12 @@ class Checker:
 
     def _environment(self) -> dict[str, str]:
         # The package beside the tests comes before the installed one, also in what they start.
-        return test_environment(self.build, PYTHONPATH=str(self.tree.resolve()))
+        return testrun.test_environment(self.build, PYTHONPATH=str(self.tree.resolve()))
 
     def _run(self, *command: str) -> tuple[int, str]:
         """Exit status and output of a command."""
-        done = subprocess.run(
-            command,
-            cwd=self.tree,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        run = partial(subprocess.run, cwd=self.tree, env=self._environment(), timeout=LIMIT_S)
+        done = run(command, input="", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout
 
     def _check_imports(self, place: Place) -> Finding:
@@ -288,20 +263,17 @@ class Checker:
         if failed:  # some hooks fix what they find
             Git(self.tree).run("checkout", "--quiet", "--force", "--detach", place.commit)
         details = "\n".join(f"{name}:\n{said}" for name, said in failed.items())
-        count = f"{len(python) + len(markdown)} files"
-        return Finding(not failed, ", ".join(failed) or count, details)
+        said = ", ".join(failed) or f"{len(python) + len(markdown)} files"
+        return Finding(not failed, said, details)
 
     def _check_types(self, place: Place) -> Finding:
-        before, after = self._mypy(place.before), self._mypy(place.commit)
+        trees = [(self.git.tree_id(commit)[:12], commit) for commit in place]
+        before, after = (self._kept(f"{t}-mypy", partial(self._run_mypy, c)) for t, c in trees)
         fresh = sorted((Counter(after) - Counter(before)).elements())
         return Finding(not fresh, f"{len(fresh)} errors" if fresh else "no error", "\n".join(fresh))
 
-    def _mypy(self, commit: str) -> list[str]:
-        """The errors that mypy finds in the package and its tests, without line numbers."""
-        key = f"{self.git.tree_id(commit)[:12]}-{_recipe()}-mypy"
-        return self._kept(key, lambda: self._run_mypy(commit))
-
     def _run_mypy(self, commit: str) -> list[str]:
+        """The errors that mypy finds in the package and its tests, without line numbers."""
         self._go_to(commit)
         # vLLM's own hook tells which files are checked together.
         files = self.git.files(commit, PACKAGE, "tests")
@@ -312,14 +284,14 @@ class Checker:
         lowest = MYPY_VERSION.search(config.read_text() if config.exists() else "")
         mypy = (*MYPY, lowest[1] if lowest else "3.10")
         said: list[str] = []
-        listing = self.build / "mypy-files"
-        cache = ("--cache-dir", str((self.build / "mypy").resolve()))
+        build = self.build.resolve()
         for name, names in json.loads(groups).items():
             if not names:
                 continue
-            listing.write_text("\n".join(names))
+            (build / "mypy-files").write_text("\n".join(names))
             follow = ("--follow-imports", "skip") if name else ()
-            status, out = self._run(*mypy, *follow, *cache, f"@{listing.resolve()}")
+            place = ("--cache-dir", str(build / "mypy"), f"@{build / 'mypy-files'}")
+            status, out = self._run(*mypy, *follow, *place)
             if status not in (0, 1):
                 raise ToolError("mypy did not run", where=commit, details=out.splitlines())
             said += re.findall(r"^(.+?):\d+(: error: .*)$", out, re.MULTILINE)
@@ -357,7 +329,7 @@ class Checker:
         results = self.results / key / Path(file).with_suffix(".xml")
         if not results.is_file():
             self._go_to(commit)
-        return run_file(file, self.tree, self._environment(), results, LIMIT_S)
+        return testrun.run_file(file, self.tree, self._environment(), results, LIMIT_S)
 
 
 _GROUPS = """
@@ -368,13 +340,8 @@ print(json.dumps(hook["group_files"](names)))
 """
 
 
-def _recipe() -> str:
-    """A digest of how the checks are made."""
-    return digest_of(Path(__file__))[:8]
-
-
-def _tail(text: str, lines: int = 12) -> str:
-    return "\n".join(text.strip().splitlines()[-lines:])
+def _tail(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-12:])
 
 
 def tell_failed(findings: Mapping[str, Finding], whose: str = "") -> list[str]:

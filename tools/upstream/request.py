@@ -3,8 +3,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from tools.common.cli import table
+from tools.common.cli import count, table
 from tools.common.git import Git
 from tools.series.patch import OWN_HEADER, PROJECT_EMAIL, Patch
 from tools.upstream.check_patches import Finding, tell_failed
@@ -25,19 +26,22 @@ def split_body(patch: Patch) -> tuple[list[str], list[str]]:
     return [line for line in lines if line not in trailers], trailers
 
 
+class Base(NamedTuple):
+    """Where branches start: a commit, and the repository that gets them."""
+
+    git: Git
+    commit: str
+    label: str
+
+
 def render_request(
-    git: Git,
-    base: str,
-    label: str,
-    patches: Sequence[Patch],
-    below: int,
-    head: str,
-    findings: Mapping[str, Finding],
+    base: Base, patches: Sequence[Patch], below: int, head: str, findings: Mapping[str, Finding]
 ) -> str:
-    """The pull request's text, after the template that the commit ``base``, named ``label``, has.
+    """The pull request's text, after the template that the base has.
 
     ``head`` is the branch: ``below`` commits of other pull requests, then the patches.
     """
+    git, label = base.git, base.label
     files = [c.path for c in git.changes(f"{head}~{len(patches)}", head) if c.status != "D"]
     purpose, tested = [], []
     for patch in patches:
@@ -46,10 +50,10 @@ def render_request(
         tested.append(how)
     if below:
         last = "commit" if len(patches) == 1 else f"{len(patches)} commits"
-        subjects = (git.subject(commit) for commit in git.commits(f"{base}..{head}")[:below])
+        subjects = (git.subject(commit) for commit in git.commits(f"{base.commit}..{head}")[:below])
         purpose += [
-            f"**Stacked.** This branch stands on {count_commits(below)} of other pull requests, to "
-            f"be reviewed first; this one is about the last {last}. Below it:",
+            f"**Stacked.** This branch stands on {count(below, 'commit')} of other pull requests, "
+            f"to be reviewed first; this one is about the last {last}. Below it:",
             _lines(f"- {subject}" for subject in subjects),
         ]
     commands = [f".venv/bin/python -m pytest {file} -v" for file in files if is_test_file(file)]
@@ -84,13 +88,9 @@ vllm-project/vllm --state open --search "{keywords}"` found)
 - AI assistance: ... (which, for what; every changed line was read by: ...)
 
 ---
-{_checklist(git, base)}
+{_checklist(base)}
 """
     return re.sub(r"\n{3,}", "\n\n", text)
-
-
-def count_commits(number: int) -> str:
-    return "1 commit" if number == 1 else f"{number} commits"
 
 
 def _parts(patch: Patch) -> tuple[str, str]:
@@ -108,11 +108,8 @@ def _results(findings: Mapping[str, Finding], label: str) -> list[str]:
     return [f"On {label}, on a CPU:", "", *cells, "", *tell_failed(findings)]
 
 
-def _checklist(git: Git, base: str) -> str:
+def _checklist(base: Base) -> str:
     """Upstream's own checklist, unticked: the person ticks it."""
-    template = git.read(base, _TEMPLATE)
-    if template is None:
-        return "(the base has no template for pull requests)"
-    text = template.decode(errors="replace")
-    match = re.search(r"<details>.*</details>", text, re.DOTALL)
-    return match[0] if match else text
+    text = base.git.read(base.commit, _TEMPLATE) or b"(the base has no template for pull requests)"
+    match = re.search(rb"<details>.*</details>", text, re.DOTALL)
+    return (match[0] if match else text).decode(errors="replace")

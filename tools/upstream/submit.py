@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches as branches that a person can send to vLLM, and the text of each pull request.
-
-Nothing here pushes. A branch holds the patch and, below it, the earlier patches that it needs:
-those that its ``Needs:`` header names. Author and sign-off are the person's.
-"""
+"""Patches as branches that a person can send to vLLM, and the text of each pull request."""
 
 import argparse
 import os
@@ -14,9 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from email.utils import parseaddr
 from pathlib import Path
-from typing import NamedTuple
 
-from tools.common.cli import add_flag, add_many, add_path, tell
+from tools.common.cli import add_flag, add_path, count, tell
 from tools.common.errors import Problems, ToolError
 from tools.common.files import replacing_all
 from tools.common.git import Git
@@ -24,16 +19,22 @@ from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME, Patch
-from tools.series.series import Series, read_series, with_needs
+from tools.series.series import Series, choose, read_series, with_needs
 from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
 from tools.upstream.check_patches import IMPORTS, LINTERS, PACKAGE, TESTS, Checker, Finding, Place
-from tools.upstream.request import count_commits, render_request, split_body
+from tools.upstream.request import Base, render_request, split_body
 from tools.wheel.verify import find_site
 
 EXAMPLE = "count-rows --clone ../vllm --onto origin/main"
 _RULES = ("AGENTS.md", "CONTRIBUTING.md", "docs/contributing/README.md")
 _SENDABLE = ("Pending", "Submitted")
+_BEFORE = """\
+Before you push a branch:
+  - read every changed line, so that you can defend it,
+  - look for issues and pull requests that do the same,
+  - run the test plan, and fill in the dots of the text,
+  - say where AI helped (--trailer 'Assisted-by: ...', and in the text)."""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "--clone", "your clone of vLLM: it gets the branches")
     parser.add_argument("--onto", metavar="REF", help="where they start, in the clone")
     parser.add_argument("--topic", metavar="BRANCH", help="one branch of all the patches")
-    add_many(parser, "--trailer", "'KEY: VALUE'", "add to each message, as Assisted-by: ...")
+    text = "add to each message, as Assisted-by: ... (may be repeated)"
+    parser.add_argument("--trailer", action="append", default=[], metavar="'KEY: VALUE'", help=text)
     add_flag(parser, "--replace", "replace branches of these names")
     add_flag(parser, "--test", "check each branch here (on the pin), for the results")
 
@@ -52,20 +54,9 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     the text of each pull request. A patch that needs earlier ones stands on them. Stops before
     anything is pushed: you read, own and send it. Without --clone the branches stand on the pinned
     release, in its build tree."""
-    base, branches = submit(project, arguments)
-    for branch in branches:
-        state = "" if branch.fresh else " (as it was)"
-        print(f"branch {branch.name}{state}: {', '.join(branch.patches)}")
-        if branch.below:
-            print(f"  stacked on {', '.join(branch.below)}: these go first, or with it")
-        print(f"  pull request: {branch.text}")
-    print(
-        f"\nIn {base.git.path}. Nothing was pushed. Before you push a branch:\n"
-        "  - read every changed line, so that you can defend it,\n"
-        "  - look for issues and pull requests that do the same,\n"
-        "  - run the test plan, and fill in the dots of the text,\n"
-        "  - say where AI helped (--trailer 'Assisted-by: ...', and in the text)."
-    )
+    base, said = submit(project, arguments)
+    print(*said, sep="\n")
+    print(f"\nIn {base.git.path}. Nothing was pushed. {_BEFORE}")
     if found := [name for name in _RULES if base.git.read(base.commit, name) is not None]:
         print(f"vLLM's own rules, as of {base.label}: {', '.join(found)}")
     if arguments.clone is None:
@@ -78,18 +69,8 @@ _RESERVED = re.compile(r"(.*\.)?(example(\.\w+)?|invalid|test|localhost|local)",
 _NOBODY = {"", "root", "user", "nobody", "unknown", "your name", "you", PROJECT_NAME.lower()}
 
 
-class Person(NamedTuple):
-    """Who signs off and sends."""
-
-    name: str
-    email: str
-
-    def __str__(self) -> str:
-        return f"{self.name} <{self.email}>"
-
-
-def find_person(repository: Path) -> Person:
-    """The identity that git would commit with in a repository; a placeholder is refused."""
+def find_person(repository: Path) -> tuple[str, str]:
+    """Name and address that git would commit with in a repository; a placeholder is refused."""
     # The user's own configuration, which the tools read nowhere else.
     settings = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or "CONFIG" in k}
     command = ["git", "-C", str(repository), "config", "--get"]
@@ -106,33 +87,11 @@ def find_person(repository: Path) -> Person:
     elif email == PROJECT_EMAIL:
         problem = f"user.email is that of the series, {email!r}"
     if problem:
-        raise ToolError(
-            "a sign-off is a person's, and git knows no person here",
-            where=repository,
-            expected="the name and the address of who answers for the patch",
-            found=problem,
-            next_step="git config --global user.name '...'; git config --global user.email '...'",
-        )
-    return Person(name, email)
-
-
-class Base(NamedTuple):
-    """Where the branches start: a commit, and the repository that gets them."""
-
-    git: Git
-    commit: str
-    label: str
-
-
-class Branch(NamedTuple):
-    """One branch that was made."""
-
-    name: str
-    head: str
-    patches: tuple[str, ...]  # whose pull request it is
-    below: tuple[str, ...]  # patches that it stands on
-    text: Path
-    fresh: bool
+        what = "a sign-off is a person's, and git knows no person here"
+        expected = "the name and the address of who answers for the patch"
+        step = "git config --global user.name '...'; git config --global user.email '...'"
+        raise ToolError(what, repository, expected, problem, step)
+    return name, email
 
 
 def find_base(project: Project, onto: str | None, clone: Path | None) -> Base:
@@ -153,33 +112,24 @@ def find_base(project: Project, onto: str | None, clone: Path | None) -> Base:
 
 def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
     """The named patches in the order of the series, or all that are Pending."""
-    known = {patch.name: patch for patch in series}
-    wanted = [name if name.endswith(".patch") else f"{name}.patch" for name in names]
-    if unknown := [name for name in wanted if name not in known]:
-        expected, found = "one of: " + ", ".join(known), ", ".join(unknown)
-        raise ToolError("the series has no such patch", expected=expected, found=found)
-    if not wanted:
-        wanted = [patch.name for patch in series if patch.status.startswith("Pending")]
-    chosen = [patch for patch in series if patch.name in wanted]
+    pending = [patch.name for patch in series if patch.status.startswith("Pending")]
+    chosen = choose(series, names or pending)
     if not chosen:
         step = "name one: upstream submit <patch>"
         raise ToolError("no patch of the series is Pending", next_step=step)
     if kept := [p for p in chosen if not p.status.startswith(_SENDABLE)]:
-        raise ToolError(
-            "a patch is not for upstream",
-            where=kept[0].name,
-            expected=f"Upstream-Status: {' or '.join(_SENDABLE)}",
-            found=kept[0].status,
-            next_step="leave it out, or change its status: CONTRIBUTING.md, Editing a patch",
-        )
+        expected = f"Upstream-Status: {' or '.join(_SENDABLE)}"
+        step = "leave it out, or change its status: CONTRIBUTING.md, Editing a patch"
+        what = "a patch is not for upstream"
+        raise ToolError(what, kept[0].name, expected, kept[0].status, step)
     return chosen
 
 
-def message_for(patch: Patch, person: Person, trailers: Sequence[str]) -> str:
+def message_for(patch: Patch, person: tuple[str, str], trailers: Sequence[str]) -> str:
     """The commit message for upstream: without the series' own headers, signed by the person."""
     kept, signed = split_body(patch)
     body = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
-    last = [*signed, *trailers, f"Signed-off-by: {person}"]
+    last = [*signed, *trailers, "Signed-off-by: {} <{}>".format(*person)]
     return f"{patch.subject}\n\n{body}\n\n" + "\n".join(dict.fromkeys(last)) + "\n"
 
 
@@ -195,19 +145,21 @@ def _refuse_words(topic: str | None, trailers: Sequence[str]) -> None:
 
 
 def make_branch(
-    git: Git, base: Base, patches: Iterable[tuple[Patch, str]], person: Person, trailers: list[str]
+    git: Git,
+    base: Base,
+    patches: Iterable[tuple[Patch, str]],
+    person: tuple[str, str],
+    trailers: list[str],
 ) -> str:
     """Merge patches, each with its commit, onto the base in a work tree; return the last commit."""
     git.run("reset", "--quiet", "--hard", base.commit)
     for patch, commit in patches:
         if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
-            raise ToolError(
-                f"a patch does not fit {base.label}; no branch was made",
-                where=patch.name,
-                found=f"conflicts in {', '.join(git.unmerged())}",
-                next_step="name the patch that it stands on in its Needs:, choose a base nearer "
-                "to the pin, or move the series there first: series rebase --onto <version>",
-            )
+            what = f"a patch does not fit {base.label}; no branch was made"
+            found = f"conflicts in {', '.join(git.unmerged())}"
+            step = "name the patch that it stands on in its Needs:, choose a base nearer to the pin"
+            step += ", or move the series there first: series rebase --onto <version>"
+            raise ToolError(what, patch.name, found=found, next_step=step)
         if not git.differs("--cached", "HEAD"):
             what = f"{base.label} contains a patch already; no branch was made"
             step = "leave it out; series rebase --onto drops it from the series"
@@ -218,8 +170,8 @@ def make_branch(
     return git.text("rev-parse", "HEAD")
 
 
-def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Branch]]:
-    """Make the branches and write the texts, all of them or none."""
+def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[str]]:
+    """Make the branches and write the texts, all of them or none; what to tell of each."""
     series = read_series(project.series_file)
     chosen = choose_patches(series, asked.patches)
     _refuse_words(asked.topic, asked.trailer)
@@ -237,7 +189,8 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
     groups = {p.name.removesuffix(".patch"): [p] for p in chosen}
     if asked.topic:
         groups = {asked.topic: chosen}
-    drafts: list[Branch] = []
+    heads: dict[str, str] = {}
+    said: list[str] = []
     texts: dict[Path, bytes | None] = {}
     with scratch_worktree(base.git, base.commit, project.build / "submit") as git:
         for name, patches in groups.items():
@@ -245,32 +198,27 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[Bran
             inside = with_needs(series, mine)
             stack = [pair for pair in zip(series, commits, strict=True) if pair[0].name in inside]
             head = make_branch(git, base, stack, person, asked.trailer)
-            below = tuple(n for n in inside if n not in mine)
-            tell(f"{name}: {count_commits(len(inside))} on {base.label}")
+            below = [other for other in inside if other not in mine]
+            tell(f"{name}: {count(len(inside), 'commit')} on {base.label}")
             old = base.git.commit_id(f"refs/heads/{name}")
             in_use = name == base.git.current_branch()
-            if old not in (None, head) and (in_use or not asked.replace):
-                raise ToolError(
-                    "a branch of this name exists; no branch was made",
-                    where=f"{base.git.path}, {name}{' (checked out)' if in_use else ''}",
-                    found=base.git.log(f"refs/heads/{name}"),
-                    next_step="look at it, then: --replace; or another name: --topic",
-                )
+            if old and old != head and (in_use or not asked.replace):
+                what, found = "a branch of this name exists; no branch was made", base.git.log(old)
+                where = f"{base.git.path}, {name}{' (checked out)' if in_use else ''}"
+                step = "look at it, then: --replace; or another name: --topic"
+                raise ToolError(what, where, found=found, next_step=step)
             findings = _check(project, git, base.commit, head, len(mine)) if asked.test else {}
             path = project.build / "submit" / f"{name.replace('/', '-')}.md"
-            texts[path] = render_request(
-                git, base.commit, base.label, patches, len(below), head, findings
-            ).encode()
-            drafts.append(Branch(name, head, tuple(mine), below, path, old != head))
+            texts[path] = render_request(base, patches, len(below), head, findings).encode()
+            heads[name] = head
+            said.append(f"branch {name}{' (as it was)' if old == head else ''}: {', '.join(mine)}")
+            if below:
+                said.append(f"  stacked on {', '.join(below)}: these go first, or with it")
+            said.append(f"  pull request: {path}")
         with replacing_all(texts):
-            _publish(base, drafts)
-    return base, drafts
-
-
-def _publish(base: Base, branches: Iterable[Branch]) -> None:
-    """Set all branches in one act; nothing leaves this machine."""
-    lines = [f"update refs/heads/{branch.name} {branch.head}\n" for branch in branches]
-    base.git.run("update-ref", "--stdin", stdin="".join(lines).encode())
+            lines = [f"update refs/heads/{name} {head}\n" for name, head in heads.items()]
+            base.git.run("update-ref", "--stdin", stdin="".join(lines).encode())
+    return base, said
 
 
 def _check(project: Project, git: Git, base: str, head: str, number: int) -> dict[str, Finding]:
@@ -280,7 +228,7 @@ def _check(project: Project, git: Git, base: str, head: str, number: int) -> dic
     checker = Checker(git, find_site(Path(sys.executable)), build, base)
     findings = {}
     for check in (IMPORTS, LINTERS, TESTS):
-        findings[check] = found = checker.check(place, check)
-        tell(f"  {check}: {found.said if found.good else f'FAILED: {found.said}'}")
+        findings[check] = checker.check(place, check)
+        tell(f"  {check}: {findings[check]}")
     shutil.rmtree(build / PACKAGE, ignore_errors=True)  # else it stays a work tree of the clone
     return findings

@@ -22,16 +22,9 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.series import parse_series, read_series
 from tools.series.tree import BASE_REF, open_tree
+from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
-from tools.upstream.testrun import (
-    PASSED,
-    SKIPPED,
-    Outcome,
-    Results,
-    is_test_file,
-    run_file,
-    test_environment,
-)
+from tools.upstream.testrun import PASSED, SKIPPED, Outcome, Results, is_test_file
 from tools.wheel.verify import verify_installed
 
 EXAMPLE = "--out benchmarks/results/upstream-tests.md"
@@ -41,9 +34,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     text = "only these (default: the line's list, and the series')"
     parser.add_argument("files", nargs="*", metavar="FILE", help=text)
     add_path(parser, "--out", "where the table goes, as Markdown")
-    add_path(
-        parser, "--installed", "the patched wheel's package directory (default: this Python's)"
-    )
+    text = "the patched wheel's package directory (default: this Python's)"
+    add_path(parser, "--installed", text)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -60,11 +52,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     listing = project.patches / "upstream-tests"
     listed = parse_series(listing.read_text(encoding="utf-8")) if listing.exists() else []
     files = arguments.files or sorted({*listed, *filter(is_test_file, touched)})
-    sides = (
-        Side("pristine", open_tree(pristine), place / "site"),
-        Side("patched", git, arguments.installed),
-    )
-    before, after = (run_side(side, files, build) for side in sides)
+    before = run_side("pristine", open_tree(pristine), place / "site", files, build)
+    after = run_side("patched", git, arguments.installed, files, build)
     comparisons = compare(before, after, touched)
     if arguments.out:
         count, patches = len({c.file for c in comparisons}), len(read_series(project.series_file))
@@ -79,12 +68,10 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     verdicts = Counter(c.verdict for c in comparisons)
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
     if found := [c for c in comparisons if c.verdict in UNEXPLAINED]:
-        raise ToolError(
-            f"{len(found)} tests differ in a way that the series does not account for",
-            where=arguments.out,
-            next_step=f"read the output: {build}/results/*/tests/**/*.log",
-            details=[f"{c.verdict}: {c.file} {c.test}" for c in found],
-        )
+        what = f"{len(found)} tests differ in a way that the series does not account for"
+        step = f"read the output: {build}/results/*/tests/**/*.log"
+        details = [f"{c.verdict}: {c.file} {c.test}" for c in found]
+        raise ToolError(what, arguments.out, next_step=step, details=details)
 
 
 # What the tests need of a tree. Not vllm/: it would be imported instead of the installed wheel.
@@ -97,22 +84,6 @@ ADDED, REMOVED, CHANGED = (f"{what} by the series" for what in ("added", "remove
 UNEXPLAINED = (FIXED, BROKEN, OTHER)
 
 
-class Side(NamedTuple):
-    """A wheel and the tree that it was made of.
-
-    ``site`` is the directory it is installed in; None: this Python's own.
-    """
-
-    name: str
-    git: Git
-    site: Path | None
-
-    def key(self) -> str:
-        """What decides the results: package, tests, stand-ins."""
-        parts = [self.git.text("rev-parse", f"HEAD:{part}") for part in ("vllm", "tests")]
-        return hashlib.sha256("\n".join([*parts, recipe()]).encode()).hexdigest()[:16]
-
-
 class Comparison(NamedTuple):
     """One test on both wheels; None where it does not exist."""
 
@@ -123,32 +94,37 @@ class Comparison(NamedTuple):
     verdict: str
 
 
-def run_side(side: Side, files: Iterable[str], build: Path) -> dict[str, Results]:
-    """Run the files that exist on this side, less those that an earlier run finished."""
-    there = side.git.files("HEAD", "tests")
-    tree = build / side.name
+def run_side(
+    name: str, git: Git, site: Path | None, files: Iterable[str], build: Path
+) -> dict[str, Results]:
+    """Run the files that exist in the tree ``git``, less those that an earlier run finished.
+
+    ``site`` is where its wheel is installed; None: in this Python.
+    """
+    there, tree = git.files("HEAD", "tests"), build / name
     shutil.rmtree(tree, ignore_errors=True)
-    parts = [part for part in PARTS if side.git.files("HEAD", part)]
-    archive = side.git.run("archive", "--format=tar", "HEAD", "--", *parts).stdout
+    parts = [part for part in PARTS if git.files("HEAD", part)]
+    archive = git.run("archive", "--format=tar", "HEAD", "--", *parts).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(tree, filter="data")
-    more = {"PYTHONPATH": str(side.site.resolve())} if side.site else {}
-    environment = test_environment(build, **more)
+    more = {"PYTHONPATH": str(site.resolve())} if site else {}
+    environment = testrun.test_environment(build, **more)
+    # What decides the results: package, tests, stand-ins.
+    key = f"{git.text('rev-parse', 'HEAD:vllm', 'HEAD:tests')}\n{recipe()}".encode()
+    stored = build / "results" / hashlib.sha256(key).hexdigest()[:16]
     found, start = {}, time.monotonic()
     for file in (file for file in files if file in there):
-        results = build / "results" / side.key() / Path(file).with_suffix(".xml")
-        found[file] = run_file(file, tree, environment, results, LIMIT_S)
-        counts = Counter("failed" if o.bad else o.status for o in found[file].values())
-        said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        tell(f"{time.monotonic() - start:5.0f} s  {side.name:8}  {file}: {said}")
+        results = stored / Path(file).with_suffix(".xml")
+        found[file] = testrun.run_file(file, tree, environment, results, LIMIT_S)
+        said = _counts(found[file].values())
+        tell(f"{time.monotonic() - start:5.0f} s  {name:8}  {file}: {said}")
     return found
 
 
 def touched_tests(git: Git) -> dict[str, set[str] | None]:
     """Names of the tests that the series adds, changes or removes, by file.
 
-    None stands for the whole file: it was added or removed, or something that its tests share was
-    changed.
+    None is the whole file: it was added or removed, or what its tests share was changed.
     """
     found: dict[str, set[str] | None] = {}
     for change in git.changes(BASE_REF, "HEAD"):
@@ -225,23 +201,21 @@ def render(comparisons: list[Comparison], about: str) -> str:
         outcome = c.patched or c.pristine
         if outcome and outcome.bad:
             failing[name, outcome.cannot_run or "see right", _cell(outcome.reason)] += 1
-    differences = [
-        (f"`{name}`{f' ({count} cases)' if count > 1 else ''}", *how)
-        for (name, *how), count in different.items()
-    ]
-    failures = [
-        (f"`{name}`{f' ({count})' if count > 1 else ''}", *why)
-        for (name, *why), count in sorted(failing.items())
-    ]
+
+    def cases(found: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[str, ...]]:
+        return [
+            (f"`{n}`{f' ({count} cases)' if count > 1 else ''}", *how) for (n, *how), count in found
+        ]
+
     titles = ("Test", "Pristine", "Patched", "Verdict")
     lines = [
         *("# vLLM's own tests on the pristine and on the patched wheel", "", about, ""),
         *("Passed / cannot run here / failed otherwise / skipped.", ""),
         *table(("File", "Pristine", "Patched", "Same", "Differences"), rows),
         *("", "## Differences", ""),
-        *(table(titles, differences) if differences else ["None."]),
+        *(table(titles, cases(different.items())) if different else ["None."]),
         *("", "## Tests that cannot pass here, and why", ""),
-        *table(("Tests", "Why", "What the failure says"), failures),
+        *table(("Tests", "Why", "What the failure says"), cases(sorted(failing.items()))),
     ]
     return "\n".join(lines) + "\n"
 

@@ -86,16 +86,11 @@ def test_environment(build: Path, **more: str) -> dict[str, str]:
 def run_file(
     file: str, tree: Path, environment: Mapping[str, str], results: Path, limit_s: float
 ) -> Results:
-    """Run one test file, or read what an earlier run left at ``results``.
+    """Run one test file of ``tree``, or read what an earlier run left at ``results``.
 
-    Args:
-        file: the file's path below ``tree``.
-        tree: the directory that holds ``tests/``; it must hold no ``vllm/`` unless that is the
-            package to be tested.
-        environment: of the process.
-        results: where the results go, as JUnit XML; the output goes beside it, as ``.log``. An
-            interrupted run leaves no results.
-        limit_s: seconds after which the process and all it started are ended.
+    The results are JUnit XML; the output goes beside it, as ``.log``. An interrupted run leaves no
+    results. After ``limit_s`` seconds the process and all it started are ended. Where ``tree``
+    holds a ``vllm/``, that is the package that is tested.
     """
     if results.is_file():
         return read_results(results)
@@ -124,13 +119,10 @@ def _run_kept(
     command: list[str], cwd: Path, environment: Mapping[str, str], log: Path, limit_s: float
 ) -> int | None:
     """The exit status of a command; None if it ran into its limit."""
-    kept = [sys.executable, str(KEEPER), *command]
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    kept, pipe = [sys.executable, str(KEEPER), *command], subprocess.PIPE
     with (
         log.open("wb") as out,
-        subprocess.Popen(
-            kept, cwd=cwd, env=environment, stdin=pipe, stdout=out, stderr=both
-        ) as run,
+        subprocess.Popen(kept, cwd=cwd, env=environment, stdin=pipe, stdout=out, stderr=out) as run,
     ):
         assert run.stdin is not None
         try:

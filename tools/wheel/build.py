@@ -12,7 +12,7 @@ from tools.common.cli import add_downloads, add_path, add_tree
 from tools.common.errors import ToolError
 from tools.common.files import digest_of, replacing
 from tools.common.pin import Project
-from tools.source.download import fetch, need_space
+from tools.source.fetch import fetch, need_space
 from tools.wheel.plan import Plan, choose_base, plan_wheel, tree_series
 
 EXAMPLE = "--variant cpu --out build/v0.20.2/wheels"

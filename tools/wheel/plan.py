@@ -9,13 +9,12 @@ import base64
 import csv
 import hashlib
 import io
+import re
 import zipfile
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from packaging.tags import Tag, parse_tag
-from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
 from tools.common.errors import ToolError
@@ -23,12 +22,12 @@ from tools.common.git import Git
 from tools.common.pin import BaseWheel, Pin, Project
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import BASE_REF, Record, open_settled, read_record
-from tools.wheel.metadata import mark_for_tests, name_metadata, name_version_module, name_wheel
 from tools.wheel.sbom import make_sbom
 
 PACKAGE = "vllm"
 VERSION_MODULE = f"{PACKAGE}/_version.py"
 
+_KERNEL = re.compile(r"\.so(\.|$)")
 # An overlay cannot change what is made of these: kernels, and the wheel's own metadata.
 BUILD_INPUTS = (
     *("CMakeLists.txt", "MANIFEST.in", "cmake/", "csrc/", "pyproject.toml", "setup.py"),
@@ -36,33 +35,27 @@ BUILD_INPUTS = (
 )
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A file of the wheel: new bytes, or the member ``info`` of the base wheel."""
 
     name: str
     sha256: bytes
     size: int
-    data: bytes | None = None
-    info: zipfile.ZipInfo | None = None
-    why: str = "base"  # whose file it must equal
+    data: bytes | None
+    info: zipfile.ZipInfo | None
+    why: str  # whose file it must equal
 
     def record(self) -> tuple[str, str, str]:
         digest = base64.urlsafe_b64encode(self.sha256).rstrip(b"=").decode()
         return self.name, f"sha256={digest}", str(self.size)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Every member in order; RECORD comes last."""
 
-    version: str
     filename: str
-    members: tuple[Member, ...]
-
-    @property
-    def dist_info(self) -> str:
-        return f"{PACKAGE}-{self.version}.dist-info"
+    dist_info: str
+    members: list[Member]
 
 
 def wheel_version(pin: Pin, base: BaseWheel, release: int) -> str:
@@ -94,20 +87,16 @@ def tree_series(project: Project) -> tuple[Git, Series]:
         return git, Series()
     series = read_series(project.series_file)
     if read_record(git) != Record(fingerprint(series, project.pin), tree):
-        raise ToolError(
-            "the build tree is not the applied series",
-            where=git.path,
-            found=git.log("HEAD"),
-            next_step="python -m tools series apply, or series export to keep your commits",
-        )
+        what, found = "the build tree is not the applied series", git.log("HEAD")
+        step = "python -m tools series apply, or series export to keep your commits"
+        raise ToolError(what, where=git.path, found=found, next_step=step)
     return git, series
 
 
 def choose_base(pin: Pin, variant: str) -> BaseWheel:
     if variant not in pin.wheels:
         expected, step = " or ".join(pin.wheels), "name one of these: --variant"
-        what = "the pin has no such base wheel"
-        raise ToolError(what, found=variant, expected=expected, next_step=step)
+        raise ToolError("the pin has no such base wheel", None, expected, variant, step)
     return pin.wheels[variant]
 
 
@@ -120,16 +109,10 @@ def plan_wheel(
     """
     changes = {change.path for change in git.changes(BASE_REF, "HEAD")}
     if touched := sorted(path for path in changes if path.startswith(BUILD_INPUTS)):
-        raise ToolError(
-            "the series changes compiled sources or build inputs, which an overlay on a finished "
-            "wheel cannot carry",
-            where=git.path,
-            found=", ".join(touched),
-            next_step="take these changes out of the series",
-        )
+        what = "an overlay on a finished wheel cannot change compiled sources or build inputs"
+        found, step = ", ".join(touched), "take these changes out of the series"
+        raise ToolError(what, where=git.path, found=found, next_step=step)
     version = wheel_version(pin, base, release)
-    filename = f"{PACKAGE}-{version}-{base.tag}.whl"
-    parse_wheel_filename(filename)
     infos = [info for info in wheel.infolist() if not info.is_dir()]
     old_dist_info, dist_info = _dist_info(infos, base), f"{PACKAGE}-{version}.dist-info"
     tree = git.files("HEAD", PACKAGE)
@@ -142,25 +125,29 @@ def plan_wheel(
         if name.startswith(f"{old_dist_info}/"):
             inner = name.removeprefix(f"{old_dist_info}/")
             if inner in ("METADATA", "WHEEL"):
-                text = _rename(inner, wheel.read(info).decode(), version, base, pin)
-                metadata.append(
-                    _new(f"{dist_info}/{inner}", text.encode(), f"the new {inner}", info)
-                )
+                text = wheel.read(info).decode()
+                if inner == "WHEEL":
+                    text = _name_wheel(text, base.tag)
+                else:
+                    kernels = base.file.filename if base.tests_only else None
+                    text = _name_metadata(text, version, kernels)
+                name = f"{dist_info}/{inner}"
+                metadata.append(_new(name, text.encode(), f"the new {inner}", info))
             elif not inner.startswith("RECORD"):  # nor its signatures, which are no longer true
                 metadata.append(_kept(wheel, info, f"{dist_info}/{inner}"))
         elif name == VERSION_MODULE:
-            text = name_version_module(wheel.read(info).decode(), version)
+            text = _name_version_module(wheel.read(info).decode(), version)
             package.append(_new(name, text.encode(), "the generated version module", info))
         elif name in fresh:
             package.append(_new(name, patched[tree[name]], "patched tree", info))
         elif name in tree and name.endswith(".py"):
             # Edits that the base wheel has beyond the release are left out.
             if _blob_id(wheel.read(info)) == tree[name]:
-                package.append(replace(_kept(wheel, info, name), why="patched tree"))
+                package.append(_kept(wheel, info, name, "patched tree"))
             else:
-                data = git.contents([tree[name]])[tree[name]]
+                data = git.read("HEAD", name) or b""
                 package.append(_new(name, data, "patched tree", info))
-        elif name not in changes and (_is_kernel(name) or not base.tests_only):
+        elif name not in changes and (not base.tests_only or _KERNEL.search(name)):
             package.append(_kept(wheel, info, name))
     there = {info.filename for info in infos}
     for name in sorted(fresh - there):
@@ -168,12 +155,11 @@ def plan_wheel(
     sbom = make_sbom(pin, base, series, version)
     name = f"{dist_info}/sboms/vllm-routed-experts.cdx.json"
     members = [*package, *metadata, _new(name, sbom, "the bill of materials")]
-    record = io.StringIO()
-    writer = csv.writer(record, lineterminator="\n")
-    writer.writerows(member.record() for member in members)
-    writer.writerow((f"{dist_info}/RECORD", "", ""))
-    members.append(_new(f"{dist_info}/RECORD", record.getvalue().encode(), "its own members"))
-    return Plan(version, filename, tuple(members))
+    name, record = f"{dist_info}/RECORD", io.StringIO()
+    rows = [member.record() for member in members]
+    csv.writer(record, lineterminator="\n").writerows([*rows, (name, "", "")])
+    members.append(_new(name, record.getvalue().encode(), "its own members"))
+    return Plan(f"{PACKAGE}-{version}-{base.tag}.whl", dist_info, members)
 
 
 def _dist_info(infos: Iterable[zipfile.ZipInfo], base: BaseWheel) -> str:
@@ -185,10 +171,6 @@ def _dist_info(infos: Iterable[zipfile.ZipInfo], base: BaseWheel) -> str:
     return found[0]
 
 
-def _is_kernel(name: str) -> bool:
-    return PurePosixPath(name).suffix == ".so" or ".so." in name
-
-
 def _blob_id(data: bytes) -> str:
     """The id that git gives these bytes; saves reading thousands of equal files from it."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
@@ -198,15 +180,53 @@ def _new(name: str, data: bytes, why: str, info: zipfile.ZipInfo | None = None) 
     return Member(name, hashlib.sha256(data).digest(), len(data), data, info, why)
 
 
-def _kept(wheel: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Member:
+def _kept(
+    wheel: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, why: str = "base wheel"
+) -> Member:
     with wheel.open(info) as file:
         digest = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
-    return Member(name, digest, info.file_size, None, info, "base wheel")
+    return Member(name, digest, info.file_size, None, info, why)
 
 
-def _rename(inner: str, text: str, version: str, base: BaseWheel, pin: Pin) -> str:
-    """METADATA or WHEEL of the base wheel, with what names the patched one."""
-    if inner == "WHEEL":
-        return name_wheel(text, base.tag)
-    text = name_metadata(text, PACKAGE, version)
-    return mark_for_tests(text, pin.version, base.file.filename) if base.tests_only else text
+def _replace(what: str, text: str, pattern: str, line: str) -> str:
+    new, count = re.subn(pattern, lambda _: line, text, flags=re.MULTILINE)
+    if count != 1:
+        what, expected = f"{what} of the base wheel is not as expected", f"one line like {pattern}"
+        step = "check the base wheel that upstream.toml pins"
+        raise ToolError(what, None, expected, f"{count} of them", step)
+    return new
+
+
+def _name_metadata(text: str, version: str, kernels: str | None) -> str:
+    """METADATA of the patched wheel: new name and version, no requirement on a local version.
+
+    With ``kernels``, a wheel of another version, it says that the wheel is for tests, and no index
+    accepts it.
+    """
+    head, blank, body = text.partition("\n\n")
+    head = _replace("METADATA", head, r"^Name: .*$", "Name: vllm")
+    head = _replace("METADATA", head, r"^Version: .*$", f"Version: {version}")
+    # A package index has no local versions (torch==2.1+cpu): without this nothing installs.
+    head = re.sub(r"^(Requires-Dist: [^;\n]*==\s*[\w.]+)\+[\w.]+", r"\1", head, flags=re.MULTILINE)
+    if kernels:
+        head = re.sub(r"^Summary: .*\n?", "", head, flags=re.MULTILINE).rstrip("\n")
+        said = f"the Python of vLLM {version.partition('+')[0]} over the kernels of {kernels}"
+        head += f"\nSummary: FOR TESTS ONLY: {said}\nClassifier: Private :: Do Not Upload"
+    return head + blank + body
+
+
+def _name_wheel(text: str, tag: str) -> str:
+    """WHEEL with the tags that the file name states."""
+    lines = [line for line in text.rstrip("\n").split("\n") if not line.startswith("Tag: ")]
+    lines += [f"Tag: {one}" for one in sorted(map(str, parse_tag(tag)))]
+    return "\n".join(lines) + "\n"
+
+
+def _name_version_module(text: str, version: str) -> str:
+    """``_version.py`` with the version of the wheel's name."""
+    parsed = Version(version)
+    parts = (*parsed.release, *([parsed.local] if parsed.local else []))
+    values = {"__version__ = version": version, "__version_tuple__ = version_tuple": parts}
+    for name, value in values.items():
+        text = _replace("_version.py", text, rf"^{name} = .*$", f"{name} = {value!r}")
+    return text

@@ -4,7 +4,6 @@
 import hashlib
 import uuid
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from cyclonedx.model import HashAlgorithm, HashType, Property
 from cyclonedx.model.bom import Bom
@@ -19,26 +18,25 @@ from tools.series.series import Series, fingerprint
 _DATE = datetime(1980, 1, 1, tzinfo=UTC)
 
 
-class Input(NamedTuple):
-    """A file that a wheel is made of."""
-
-    name: str
-    sha256: str
-    facts: dict[str, str]
-    pinned: PinnedFile | None = None
+# A file that a wheel is made of: name, sha256, facts, and what it was downloaded as.
+Input = tuple[str, str, dict[str, str], PinnedFile | None]
 
 
 def list_inputs(pin: Pin, base: BaseWheel, series: Series) -> list[Input]:
     """Source archive, base wheel and every patch, in order."""
-    source_facts = {"role": "source archive", "commit": pin.commit}
-    base_facts = {"role": "base wheel", "trusted_by": base.trusted_by}
-    found = [
-        Input(file.filename, file.sha256, facts, file)
-        for file, facts in ((pin.source, source_facts), (base.file, base_facts))
+    source, wheel = pin.source, base.file
+    found: list[Input] = [
+        (source.filename, source.sha256, {"role": "source archive", "commit": pin.commit}, source),
+        (
+            wheel.filename,
+            wheel.sha256,
+            {"role": "base wheel", "trusted_by": base.trusted_by},
+            wheel,
+        ),
     ]
     for number, patch in enumerate(series, start=1):
         digest, name = hashlib.sha256(patch.data).hexdigest(), f"patches/{pin.line}/{patch.name}"
-        found.append(Input(name, digest, {"role": "patch", "position": str(number)}))
+        found.append((name, digest, {"role": "patch", "position": str(number)}, None))
     return found
 
 

@@ -19,16 +19,13 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from tools.common.cli import add_downloads, add_tree
 from tools.common.errors import Problems, ToolError
 from tools.common.pin import Project
-from tools.source.download import fetch
+from tools.source.fetch import fetch
 from tools.wheel.plan import PACKAGE, Plan, plan_wheel, read_wheel_version, tree_series
 
 EXAMPLE = "--installed .venv/bin/python"
 # What an installer adds beside the wheel's own files.
 _INSTALLERS_OWN = {"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"}
-_PLACE = (
-    "an installed wheel: by its Python, virtual environment or package directory "
-    "(default: this Python)"
-)
+_PLACE = "an installed wheel: by its Python, environment or package directory (default: this one's)"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +57,9 @@ def _plan_for(project: Project, version: str, tags: Collection[Tag]) -> tuple[Pl
     base, release = read_wheel_version(project.pin, version, tags)
     git, series = tree_series(project)
     if bool(series) != bool(release):
-        raise ToolError(
-            "the version does not go with the build tree",
-            where=version,
-            expected="release 0 for the pristine tree, 1 and up for a patched one",
-            found=f"release {release}, {len(series)} patches",
-            next_step="python -m tools series apply",
-        )
+        what, step = "the version does not go with the build tree", "python -m tools series apply"
+        expected = "release 0 for the pristine tree, 1 and up for a patched one"
+        raise ToolError(what, version, expected, f"release {release}, {len(series)} patches", step)
     with zipfile.ZipFile(fetch(base.file, project)) as wheel:
         return plan_wheel(wheel, base, git, project.pin, series, release), len(series)
 
@@ -155,22 +148,13 @@ def verify_installed(project: Project, place: Path) -> str:
     }
     ours = files.keys() - {f"{plan.dist_info}/{name}" for name in _INSTALLERS_OWN}
     record = f"{plan.dist_info}/RECORD"
-    deviations = [
-        e for e in _deviations(plan, ours, lambda n: files[n].read_bytes()) if e.where != record
-    ]
-    if record in files:
-        deviations += _record_deviations(files[record], plan)
-    else:
-        deviations.append(ToolError("missing", record))
+    compared = _deviations(plan, ours, lambda name: files[name].read_bytes())
+    # An installer adds lines to RECORD: the wheel's own must be there.
+    deviations = [e for e in compared if e.where != record or e.what == "missing"]
+    text = files[record].read_text() if record in files else ""
+    rows = {row[0]: row[1] for row in csv.reader(io.StringIO(text)) if len(row) == 3}
+    for member in plan.members[:-1] if record in files else ():
+        name, digest, _ = member.record()
+        if rows.get(name) != digest:
+            deviations.append(ToolError("RECORD", name, digest, rows.get(name)))
     return _conclude(f"{PACKAGE} {version} in {site}", plan, patches, deviations)
-
-
-def _record_deviations(path: Path, plan: Plan) -> list[ToolError]:
-    """RECORD must hold the wheel's own lines; installers add some of their own."""
-    rows = {row[0]: row[1] for row in csv.reader(io.StringIO(path.read_text())) if len(row) == 3}
-    wanted = {member.name: member.record()[1] for member in plan.members[:-1]}
-    return [
-        ToolError("RECORD", name, digest, rows.get(name))
-        for name, digest in wanted.items()
-        if rows.get(name) != digest
-    ]
