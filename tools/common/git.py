@@ -85,8 +85,7 @@ class Git:
         return self.run(*arguments, accept=accept).stdout.decode(errors="replace").strip()
 
     def init(self, branch: str) -> None:
-        names = ("--template=", "--object-format=sha1", f"--initial-branch={branch}")
-        self.run("init", "--quiet", *names)
+        self.run("init", "-q", "--template=", "--object-format=sha1", f"--initial-branch={branch}")
 
     def fetch(self, source: Path, *what: str) -> None:
         """Get commits of a repository on this machine: options of ``git fetch``, and refs."""

@@ -106,8 +106,7 @@ def changes_since(
         path = f"patches/{project.line}/{name}"
         return Git(project.root).read(tag, path) or b"" if tag else b""
 
-    if not (pin := then("upstream.toml")):
-        return [_describe("added", patch) for patch in series], None
+    pin = tomllib.loads(then("upstream.toml").decode())
     old = {name: Patch(name, then(name)) for name in parse_series(then("series").decode())}
     kept = {patch.name for patch in series}
     elsewhere = {patch.subject: patch for patch in old.values() if patch.name not in kept}
@@ -115,23 +114,20 @@ def changes_since(
     for patch in series:
         before = old.get(patch.name) or elsewhere.pop(patch.subject, None)
         if before is None:
-            changes.append(_describe("added", patch))
+            changes.append(("added", patch))
         elif _content(patch) != _content(before):
-            changes.append(_describe("changed", patch))
+            changes.append(("changed", patch))
         elif patch.name != before.name:
-            changes.append(_describe("renamed", patch))
-    changes += [_describe("removed", patch) for patch in elsewhere.values()]
-    return changes, tomllib.loads(pin.decode())["release"]["version"]
+            changes.append(("renamed", patch))
+    changes += [("removed", patch) for patch in elsewhere.values()]
+    said = [f"{kind} `{patch.name}`: {patch.subject}" for kind, patch in changes]
+    return said, pin["release"]["version"] if pin else None
 
 
 def _content(patch: Patch) -> tuple[str, str, bytes]:
     """A patch without its place in the files: no line numbers, no ids."""
     place = re.compile(rb"^(index .*|@@ -\S+ \+\S+ @@.*)$", re.MULTILINE)
     return patch.subject, patch.body, place.sub(b"", patch.diff_bytes)
-
-
-def _describe(kind: str, patch: Patch) -> str:
-    return f"{kind} `{patch.name}`: {patch.subject}"
 
 
 def section(text: str, number: int) -> tuple[str, str] | None:

@@ -69,15 +69,13 @@ def check_series(project: Project) -> Series:
 def check_needs(series: Series) -> list[ToolError]:
     """Patches that a ``Needs:`` header names and that do not stand earlier in the series."""
     listed = [patch.name for patch in series]
-    what, rule = (
-        "a patch needs one that does not stand before it",
-        "Needs: patches that stand earlier",
-    )
+    what = "a patch needs one that does not stand before it"
+    rule = "Needs: patches that stand earlier in the series"
     problems = []
     for number, patch in enumerate(series):
-        for need in (need for need in patch.needs if need not in listed[:number]):
+        for need in (name for name in patch.needs if name not in listed[:number]):
             found = f"{need}, which {'stands later' if need in listed else 'is not in the series'}"
-            problems.append(ToolError(what, patch.name, f"{rule} in the series", found, _REWORD))
+            problems.append(ToolError(what, patch.name, rule, found, _REWORD))
     return problems
 
 
@@ -102,9 +100,8 @@ def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
         yield "the patch has no subject", expected, patch.subject or "nothing", _REWORD
 
     for name, (like, right, expected) in _HEADERS.items():
-        found = [
-            line for line in lines if re.fullmatch(rf"\s*{like}\s*[:=].*", line, re.IGNORECASE)
-        ]
+        pattern = re.compile(rf"\s*{like}\s*[:=].*", re.IGNORECASE)
+        found = list(filter(pattern.fullmatch, lines))
         if not found and name != "Needs":
             yield f"{name} is missing", expected, "no such line", _REWORD
         elif len(found) > 1 and name != "Needs":

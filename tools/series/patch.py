@@ -60,18 +60,14 @@ class Patch:
     data: bytes
 
     @cached_property
-    def _parts(self) -> tuple[bytes, bytes]:
+    def diff_bytes(self) -> bytes:
         start = re.search(rb"^diff --git ", self.data, re.MULTILINE)
-        at = start.start() if start else len(self.data)
-        return self.data[:at], self.data[at:]
+        return self.data[start.start() :] if start else b""
 
     @cached_property
     def _mail(self) -> email.message.EmailMessage:
-        return email.message_from_bytes(self._parts[0], policy=email.policy.default)
-
-    @property
-    def diff_bytes(self) -> bytes:
-        return self._parts[1]
+        head = self.data[: len(self.data) - len(self.diff_bytes)]
+        return email.message_from_bytes(head, policy=email.policy.default)
 
     @cached_property
     def subject(self) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools.common.cli import add_flag, add_tree, count
+from tools.common.cli import add_flag, count
 from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.pin import Project
@@ -25,7 +25,6 @@ APPLIED, CHANGED, ABSENT = "applied", "differs", "not applied"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    add_tree(parser)
     add_flag(parser, "--offline", "do not ask the package index for releases")
 
 

@@ -94,12 +94,9 @@ def fetch(pinned: PinnedFile, project: Project) -> Path:
             return path
     if project.offline:
         what = "a pinned file is missing, and --offline forbids the network"
-        where, expected = (
-            " or ".join(map(str, places)),
-            f"{pinned.filename}, sha256 {pinned.sha256}",
-        )
+        expected = f"{pinned.filename}, sha256 {pinned.sha256}"
         step = "put it there, or name the directory that has it: --wheelhouse DIR"
-        raise ToolError(what, where, expected, next_step=step)
+        raise ToolError(what, " or ".join(map(str, places)), expected, next_step=step)
     target = project.downloads / pinned.filename
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{pinned.filename}.part")

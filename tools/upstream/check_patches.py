@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.common.cli import add_flag, add_path, add_tree, table, tell
+from tools.common.cli import add_flag, add_path, table, tell
 from tools.common.errors import ToolError
 from tools.common.files import digest_of, write
 from tools.common.git import Git
@@ -34,11 +34,8 @@ LIMIT_S = 600
 
 # What every patch must leave importable, beside the modules that it touches.
 MODULES = (
-    "vllm",
-    "vllm.entrypoints.cli.main",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
+    *("vllm", "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"),
+    *("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
 )
 _IMPORT = """
 import importlib, pathlib, sys
@@ -63,12 +60,8 @@ MARKDOWN = ("rumdl", "check", "--no-cache")
 # The linter finds its configuration at the top of the tree by itself, newer releases' not.
 MARKDOWN_CONFIG = "tools/pre_commit/.markdownlint.yaml"
 HOOKS = (
-    "check_spdx_header",
-    "check_forbidden_imports",
-    "check_torch_cuda",
-    "validate_config",
-    "check_boolean_context_manager",
-    "check_init_lazy_imports",
+    *("check_spdx_header", "check_forbidden_imports", "check_torch_cuda", "validate_config"),
+    *("check_boolean_context_manager", "check_init_lazy_imports"),
 )
 # As vLLM's hook: what it leaves out, and the lowest version of Python that it supports, which is
 # in vLLM's configuration. Without packages, as there, so that torch's own types do not count.
@@ -84,7 +77,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--alone", "each on the release, above what its Needs: names only")
     add_path(parser, "--out", "where the table goes, as Markdown")
     add_path(parser, "--installed", "where the wheel of the series is (default: this Python)")
-    add_tree(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -267,13 +259,16 @@ class Checker:
         return Finding(not failed, said, details)
 
     def _check_types(self, place: Place) -> Finding:
-        trees = [(self.git.tree_id(commit)[:12], commit) for commit in place]
-        before, after = (self._kept(f"{t}-mypy", partial(self._run_mypy, c)) for t, c in trees)
+        before, after = map(self._mypy, place)
         fresh = sorted((Counter(after) - Counter(before)).elements())
         return Finding(not fresh, f"{len(fresh)} errors" if fresh else "no error", "\n".join(fresh))
 
-    def _run_mypy(self, commit: str) -> list[str]:
+    def _mypy(self, commit: str) -> list[str]:
         """The errors that mypy finds in the package and its tests, without line numbers."""
+        tree = self.git.tree_id(commit)[:12]
+        return self._kept(f"{tree}-mypy", lambda: self._run_mypy(commit))
+
+    def _run_mypy(self, commit: str) -> list[str]:
         self._go_to(commit)
         # vLLM's own hook tells which files are checked together.
         files = self.git.files(commit, PACKAGE, "tests")
@@ -313,7 +308,7 @@ class Checker:
                     kind = PASSED
                 elif outcome.is_like(before.get(test)):
                     kind = FAILED_BEFORE
-                elif outcome.bad:
+                else:
                     kind = FAILED
                     details.append(f"{test}: {outcome.reason}")
                 counts[kind] += 1

@@ -112,16 +112,15 @@ def find_base(project: Project, onto: str | None, clone: Path | None) -> Base:
 
 def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
     """The named patches in the order of the series, or all that are Pending."""
-    pending = [patch.name for patch in series if patch.status.startswith("Pending")]
-    chosen = choose(series, names or pending)
+    chosen = choose(series, names) or [p for p in series if p.status.startswith("Pending")]
     if not chosen:
         step = "name one: upstream submit <patch>"
         raise ToolError("no patch of the series is Pending", next_step=step)
     if kept := [p for p in chosen if not p.status.startswith(_SENDABLE)]:
         expected = f"Upstream-Status: {' or '.join(_SENDABLE)}"
         step = "leave it out, or change its status: CONTRIBUTING.md, Editing a patch"
-        what = "a patch is not for upstream"
-        raise ToolError(what, kept[0].name, expected, kept[0].status, step)
+        name, status = kept[0].name, kept[0].status
+        raise ToolError("a patch is not for upstream", name, expected, status, step)
     return chosen
 
 

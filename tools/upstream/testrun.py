@@ -102,9 +102,8 @@ def run_file(
         pytest += [f"--timeout={limit_s / 2:.0f}", "--timeout-method=signal"]
         end = _run_kept(pytest, tree, environment, results.with_suffix(".log"), limit_s)
         if end not in (0, 1) or not report.is_file():  # crashed, hung, or could not be collected
-            message = f"ended with status {end}"
-            if end is None:
-                message = f"ended after {limit_s:.0f} s, the limit"
+            limit = f"ended after {limit_s:.0f} s, the limit"
+            message = limit if end is None else f"ended with status {end}"
             if report.is_file():  # pytest's own words for what it could not collect
                 bad = [outcome.message for outcome in read_results(report).values() if outcome.bad]
                 message = "\n".join([*bad, message])

@@ -112,11 +112,9 @@ def verify_wheel(project: Project, path: Path) -> str:
 
 def find_site(place: Path) -> Path:
     """The directory that packages lie in, of a Python, a virtual environment or itself."""
-    python = place
-    if place.is_dir():
-        python = place / "bin" / "python"
-        if not python.exists():
-            return place
+    python = place / "bin" / "python" if place.is_dir() else place
+    if place.is_dir() and not python.exists():
+        return place
     if not python.exists():
         raise ToolError("there is no such Python and no such directory", where=place)
     # -I: the place must not depend on the caller's PYTHONPATH.
