@@ -29,7 +29,7 @@ def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
             "seed": 0,
         }
     return {
-        "max_model_len": 4096,
+        "max_model_len": 9216,
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 128,
         "enable_prefix_caching": True,

@@ -94,7 +94,7 @@ class Bench:
                 listener.bind(str(path))
                 listener.listen(1)
                 listener.settimeout(1.0)
-                options = engine_options(arguments.model, arguments.kv_gib)
+                options = engine_options(arguments.model, arguments.kv_gib) | arguments.options
                 settings = {
                     "name": variant.name,
                     "model": arguments.model,
@@ -281,6 +281,13 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--kv-gib", type=float, default=5.0, help="KV cache of each engine, GiB")
     parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="more arguments of all engines",
+    )
+    parser.add_argument(
         "--loads", type=lambda text: text.split(","), help="which; all if not given"
     )
     parser.add_argument(
@@ -340,7 +347,7 @@ def main() -> int:
                 "model": arguments.model,
                 "layers": config["num_hidden_layers"],
                 "queued": not arguments.as_they_come,
-                "options": engine_options(arguments.model, arguments.kv_gib),
+                "options": engine_options(arguments.model, arguments.kv_gib) | arguments.options,
                 "loads": {
                     name: {**asdict(load), "text": load.text} for name, load in loads.items()
                 },

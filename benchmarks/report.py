@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -262,7 +263,7 @@ def report_text(records: Sequence[Record]) -> str:
         f"{starts[0]['cores']} cores; started {', '.join(s['when'] for s in starts)} UTC. Engine: "
         + ", ".join(f"`{k}` {v}" for k, v in setup["options"].items())
         + ".\n",
-        "```sh\n" + "\n".join("python " + " ".join(s["command"]) for s in starts) + "\n```\n",
+        "```sh\n" + "\n".join("python " + shlex.join(s["command"]) for s in starts) + "\n```\n",
         "All engines of a start live at once and take turns; a round is one turn of each, with the "
         "same prompts, in random order, every other round in the reverse order of the one before. "
         "Ratios are within rounds: the Hodges-Lehmann estimate and, in brackets, the exact 95 % "
