@@ -14,23 +14,17 @@ from tools.common.git import Git
 from tools.common.pin import BaseWheel, Pin, Project
 from tools.release.prepare import open_repository, read_tags, refuse_stale, section
 from tools.series.series import Series, fingerprint
-from tools.wheel.build import Built, build_wheel
+from tools.wheel.build import build_wheel
 from tools.wheel.plan import tree_series, wheel_version
 from tools.wheel.sbom import list_inputs, make_sbom
 from tools.wheel.verify import verify_wheel
 
 EXAMPLE = "--offline"
-CHECKSUMS = "SHA256SUMS"
-STATEMENT = "https://in-toto.io/Statement/v1"
-PREDICATE = "https://slsa.dev/provenance/v1"
+declare = add_downloads
 # The pinned base wheel with the series laid over it: tools/wheel/plan.py.
 BUILD_TYPE = "urn:vllm-routed-experts:overlay:v1"
 # The bytes are the same wherever they are made, so no one machine is named.
 BUILDER = "urn:vllm-routed-experts:builder:any"
-
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    add_downloads(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -48,16 +42,16 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     commit, out = git.text("rev-parse", "HEAD"), project.build / "release" / f"re.{number}"
     with staging(out) as stage:
         for variant, base in _releasable(project).items():
-            built = build_wheel(project, variant, stage)
-            verify_wheel(project, built.path)
+            wheel = build_wheel(project, variant, stage)
+            verify_wheel(project, wheel)
             sbom = make_sbom(pin, base, series, wheel_version(pin, base, number))
-            provenance = make_provenance(pin, base, series, number, commit, built)
-            (stage / f"{built.path.name}.cdx.json").write_bytes(sbom)
-            (stage / f"{built.path.name}.intoto.json").write_bytes(provenance)
+            provenance = make_provenance(pin, base, series, number, commit, wheel)
+            (stage / f"{wheel.name}.cdx.json").write_bytes(sbom)
+            (stage / f"{wheel.name}.intoto.json").write_bytes(provenance)
         (stage / "CHANGES.md").write_text(notes, encoding="utf-8")
         sums = {path.name: digest_of(path) for path in sorted(stage.iterdir())}
         lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
-        (stage / CHECKSUMS).write_text(lines, encoding="utf-8")
+        (stage / "SHA256SUMS").write_text(lines, encoding="utf-8")
         fresh = not out.exists()
         if fresh:
             stage.rename(out)
@@ -113,7 +107,7 @@ def _compare(there: Path, made: Path) -> None:
 
 
 def make_provenance(
-    pin: Pin, base: BaseWheel, series: Series, release: int, commit: str, built: Built
+    pin: Pin, base: BaseWheel, series: Series, release: int, commit: str, wheel: Path
 ) -> bytes:
     """The statement about one wheel: this repository's commit, then every input by digest.
 
@@ -133,9 +127,9 @@ def make_provenance(
     }
     definition = {"buildType": BUILD_TYPE, "externalParameters": parameters}
     statement = {
-        "_type": STATEMENT,
-        "subject": [{"name": built.path.name, "digest": {"sha256": built.sha256}}],
-        "predicateType": PREDICATE,
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": wheel.name, "digest": {"sha256": digest_of(wheel)}}],
+        "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {**definition, "resolvedDependencies": inputs},
             "runDetails": {"builder": {"id": BUILDER}},

@@ -4,9 +4,9 @@
 import argparse
 import copy
 import struct
-import zipfile
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from tools.common.cli import add_downloads, add_path, add_tree
 from tools.common.errors import ToolError
@@ -30,59 +30,49 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Lay the applied series over the pinned base wheel. The result is reproducible: pin, series
     and release number decide every byte. Refuses a build tree that is not the applied series, and
     a series that changes compiled sources: an overlay cannot carry those."""
-    out = arguments.out or project.wheels
-    built = build_wheel(project, arguments.variant, out)
+    path = build_wheel(project, arguments.variant, arguments.out or project.wheels)
     base = project.pin.wheels[arguments.variant]
+    _, series = tree_series(project)
     print(f"base: {base.file.filename} ({base.trusted_by})")
     if base.tests_only:
         print(f"for tests only: the Python of vLLM {project.pin.version} over these kernels")
-    print(f"wheel: {built.path} ({built.patches} patches)")
-    print(f"size: {built.path.stat().st_size}")
-    print(f"sha256: {built.sha256}")
+    print(f"wheel: {path} ({len(series)} patches)")
+    print(f"size: {path.stat().st_size}")
+    print(f"sha256: {digest_of(path)}")
 
 
-class Built(NamedTuple):
-    """A wheel on disk."""
-
-    path: Path
-    sha256: str
-    patches: int
-
-
-def build_wheel(project: Project, variant: str, out: Path) -> Built:
+def build_wheel(project: Project, variant: str, out: Path) -> Path:
     """Build the wheel of the applied series into ``out``, completely or not at all."""
     base = choose_base(project.pin, variant)
     git, series = tree_series(project)
     # Release 0 is the name of a wheel without patches.
     number = project.release if series else 0
-    with zipfile.ZipFile(fetch(base.file, project)) as wheel:
+    with ZipFile(fetch(base.file, project)) as wheel:
         plan = plan_wheel(wheel, base, git, project.pin, series, number)
         out.mkdir(parents=True, exist_ok=True)
         need_space(out, base.file.size)
         path = out / plan.filename
         with replacing(path) as file:
             write_wheel(plan, wheel, file)
-    return Built(path, digest_of(path), len(series))
+    return path
 
 
-def write_wheel(plan: Plan, wheel: zipfile.ZipFile, out: IO[bytes]) -> None:
+def write_wheel(plan: Plan, wheel: ZipFile, out: IO[bytes]) -> None:
     """Write the members of a plan as a zip archive."""
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=False) as new:
+    with ZipFile(out, "w", ZIP_STORED, allowZip64=False) as new:
         for member in plan.members:
             if member.data is None:
                 assert member.info is not None
                 _copy_raw(wheel, member.info, new, member.name)
                 continue
-            info = zipfile.ZipInfo(member.name, _DATE)
+            info = ZipInfo(member.name, _DATE)
             info.create_system = 3
             info.external_attr = member.info.external_attr if member.info else 0o100644 << 16
             # Stored, not deflated: a compressor's output depends on its version.
-            new.writestr(info, member.data, zipfile.ZIP_STORED)
+            new.writestr(info, member.data, ZIP_STORED)
 
 
-def _copy_raw(
-    wheel: zipfile.ZipFile, info: zipfile.ZipInfo, new: zipfile.ZipFile, name: str
-) -> None:
+def _copy_raw(wheel: ZipFile, info: ZipInfo, new: ZipFile, name: str) -> None:
     """Copy a member's compressed bytes as they are, under a new header."""
     source, out = wheel.fp, new.fp
     assert source is not None

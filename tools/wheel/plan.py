@@ -10,9 +10,9 @@ import csv
 import hashlib
 import io
 import re
-import zipfile
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
+from zipfile import ZipFile, ZipInfo
 
 from packaging.tags import Tag, parse_tag
 from packaging.version import Version
@@ -42,7 +42,7 @@ class Member(NamedTuple):
     sha256: bytes
     size: int
     data: bytes | None
-    info: zipfile.ZipInfo | None
+    info: ZipInfo | None
     why: str  # whose file it must equal
 
     def record(self) -> tuple[str, str, str]:
@@ -101,7 +101,7 @@ def choose_base(pin: Pin, variant: str) -> BaseWheel:
 
 
 def plan_wheel(
-    wheel: zipfile.ZipFile, base: BaseWheel, git: Git, pin: Pin, series: Series, release: int
+    wheel: ZipFile, base: BaseWheel, git: Git, pin: Pin, series: Series, release: int
 ) -> Plan:
     """What every member of the patched wheel must be.
 
@@ -129,8 +129,7 @@ def plan_wheel(
                 if inner == "WHEEL":
                     text = _name_wheel(text, base.tag)
                 else:
-                    kernels = base.file.filename if base.tests_only else None
-                    text = _name_metadata(text, version, kernels)
+                    text = _name_metadata(text, version, base)
                 name = f"{dist_info}/{inner}"
                 metadata.append(_new(name, text.encode(), f"the new {inner}", info))
             elif not inner.startswith("RECORD"):  # nor its signatures, which are no longer true
@@ -145,8 +144,7 @@ def plan_wheel(
             if _blob_id(wheel.read(info)) == tree[name]:
                 package.append(_kept(wheel, info, name, "patched tree"))
             else:
-                data = git.read("HEAD", name) or b""
-                package.append(_new(name, data, "patched tree", info))
+                package.append(_new(name, git.read("HEAD", name) or b"", "patched tree", info))
         elif name not in changes and (not base.tests_only or _KERNEL.search(name)):
             package.append(_kept(wheel, info, name))
     there = {info.filename for info in infos}
@@ -162,7 +160,7 @@ def plan_wheel(
     return Plan(f"{PACKAGE}-{version}-{base.tag}.whl", dist_info, members)
 
 
-def _dist_info(infos: Iterable[zipfile.ZipInfo], base: BaseWheel) -> str:
+def _dist_info(infos: Iterable[ZipInfo], base: BaseWheel) -> str:
     tops = {info.filename.split("/")[0] for info in infos}
     found = [top for top in tops if top.endswith(".dist-info")]
     if len(found) != 1 or any(top.endswith(".data") for top in tops):
@@ -176,13 +174,11 @@ def _blob_id(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
-def _new(name: str, data: bytes, why: str, info: zipfile.ZipInfo | None = None) -> Member:
+def _new(name: str, data: bytes, why: str, info: ZipInfo | None = None) -> Member:
     return Member(name, hashlib.sha256(data).digest(), len(data), data, info, why)
 
 
-def _kept(
-    wheel: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, why: str = "base wheel"
-) -> Member:
+def _kept(wheel: ZipFile, info: ZipInfo, name: str, why: str = "base wheel") -> Member:
     with wheel.open(info) as file:
         digest = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
     return Member(name, digest, info.file_size, None, info, why)
@@ -197,21 +193,21 @@ def _replace(what: str, text: str, pattern: str, line: str) -> str:
     return new
 
 
-def _name_metadata(text: str, version: str, kernels: str | None) -> str:
+def _name_metadata(text: str, version: str, base: BaseWheel) -> str:
     """METADATA of the patched wheel: new name and version, no requirement on a local version.
 
-    With ``kernels``, a wheel of another version, it says that the wheel is for tests, and no index
-    accepts it.
+    Over kernels of another version it says that the wheel is for tests, and no index accepts it.
     """
     head, blank, body = text.partition("\n\n")
     head = _replace("METADATA", head, r"^Name: .*$", "Name: vllm")
     head = _replace("METADATA", head, r"^Version: .*$", f"Version: {version}")
     # A package index has no local versions (torch==2.1+cpu): without this nothing installs.
     head = re.sub(r"^(Requires-Dist: [^;\n]*==\s*[\w.]+)\+[\w.]+", r"\1", head, flags=re.MULTILINE)
-    if kernels:
+    if base.tests_only:
         head = re.sub(r"^Summary: .*\n?", "", head, flags=re.MULTILINE).rstrip("\n")
-        said = f"the Python of vLLM {version.partition('+')[0]} over the kernels of {kernels}"
-        head += f"\nSummary: FOR TESTS ONLY: {said}\nClassifier: Private :: Do Not Upload"
+        said = f"the Python of vLLM {version.partition('+')[0]} over the kernels of"
+        head += f"\nSummary: FOR TESTS ONLY: {said} {base.file.filename}"
+        head += "\nClassifier: Private :: Do Not Upload"
     return head + blank + body
 
 

@@ -16,8 +16,6 @@ from tools.series.series import Series, fingerprint
 
 # The zip format's first date: the bytes must not depend on when the wheel is made.
 _DATE = datetime(1980, 1, 1, tzinfo=UTC)
-
-
 # A file that a wheel is made of: name, sha256, facts, and what it was downloaded as.
 Input = tuple[str, str, dict[str, str], PinnedFile | None]
 
@@ -25,14 +23,10 @@ Input = tuple[str, str, dict[str, str], PinnedFile | None]
 def list_inputs(pin: Pin, base: BaseWheel, series: Series) -> list[Input]:
     """Source archive, base wheel and every patch, in order."""
     source, wheel = pin.source, base.file
+    below = {"role": "base wheel", "trusted_by": base.trusted_by}
     found: list[Input] = [
         (source.filename, source.sha256, {"role": "source archive", "commit": pin.commit}, source),
-        (
-            wheel.filename,
-            wheel.sha256,
-            {"role": "base wheel", "trusted_by": base.trusted_by},
-            wheel,
-        ),
+        (wheel.filename, wheel.sha256, below, wheel),
     ]
     for number, patch in enumerate(series, start=1):
         digest, name = hashlib.sha256(patch.data).hexdigest(), f"patches/{pin.line}/{patch.name}"
