@@ -9,7 +9,7 @@ import pytest
 
 import tools.__main__
 from tools.__main__ import main, parser
-from tools.common.errors import FailedCommand
+from tools.common.errors import ToolError
 from tools.common.git import Git
 from tools.common.pin import Project
 
@@ -69,7 +69,7 @@ def test_wrong_usage_ends_with_status_two() -> None:
 def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -> None:
     git = Git(tmp_path)
     git.init("main")
-    with pytest.raises(FailedCommand) as failure:
+    with pytest.raises(ToolError) as failure:
         git.run("cat-file", "-p", "no such thing")
     lines = str(failure.value).splitlines()
     assert lines[0] == "a command failed with exit status 128"

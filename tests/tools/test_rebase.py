@@ -637,7 +637,7 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
         ("tree.commit_base", False),
         ("replay.pick", True),
         ("rebase.export_series", True),
-        ("rebase.replacing_all", True),
+        ("rebase.replace_all", True),
     ],
 )
 @pytest.mark.parametrize("way", ["--continue", "--abort"])

@@ -400,8 +400,8 @@ def test_unusable_arguments_are_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--onto", "main"), "name the clone: --clone"),
-        (("--clone", "{clone}"), "need a ref of the clone to start from"),
+        (("--onto", "main"), "name both: --clone"),
+        (("--clone", "{clone}"), "name both: --clone"),
         (("--clone", "{clone}", "--onto", "gone"), "the clone has no such ref"),
         (("--clone", "{clone}", "--onto=--all"), "the clone has no such ref"),
         (("--clone", "/nowhere", "--onto", "main"), "not a clone of vLLM"),

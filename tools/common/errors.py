@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that a user reads. Library code raises them, ``tools/__main__.py`` prints them."""
 
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,20 +23,11 @@ class ToolError(Exception):
         return "\n".join([self.what, *lines, *(f"    {line}" for line in self.details)])
 
 
+@dataclass(eq=False)
 class Problems(ToolError):
     """Several errors that were found together."""
 
-    def __init__(self, what: str, problems: Sequence[ToolError]) -> None:
-        super().__init__(what)
-        self.problems = tuple(problems)
+    problems: Sequence[ToolError] = ()
 
     def __str__(self) -> str:
         return "\n\n".join([f"{self.what}: {len(self.problems)}", *map(str, self.problems)])
-
-
-class FailedCommand(ToolError):
-    """A program that failed, with its output."""
-
-    def __init__(self, command: Sequence[str], returncode: int, output: str) -> None:
-        what = f"a command failed with exit status {returncode}"
-        super().__init__(what, details=[f"$ {shlex.join(command)}", *output.splitlines()])

@@ -4,26 +4,26 @@
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedRandom
 from pathlib import Path
+from typing import IO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BufferedRandom]:
+def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A new file beside ``path`` that takes its name when the body succeeds."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    partial = Path(name)
-    try:
-        with os.fdopen(handle, "w+b") as file:
+    beside, prefix = path.parent, f".{path.name}."
+    with tempfile.NamedTemporaryFile(dir=beside, prefix=prefix, delete=False) as file:
+        partial = Path(file.name)
+        try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.chmod(0o644)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+            partial.chmod(0o644)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write(path: Path, data: bytes | str) -> None:
@@ -33,9 +33,10 @@ def write(path: Path, data: bytes | str) -> None:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
-@contextmanager
-def replacing_all(files: Mapping[Path, bytes | None]) -> Iterator[None]:
-    """Write several files, or remove those with None, then run the body.
+def replace_all(
+    files: Mapping[Path, bytes | None], then: Callable[[], object] = lambda: None
+) -> None:
+    """Write several files, or remove those with None; then call ``then``.
 
     An error leaves all files as they were. Files that are as they should be are not touched.
     """
@@ -43,7 +44,7 @@ def replacing_all(files: Mapping[Path, bytes | None]) -> Iterator[None]:
     try:
         for path, data in files.items():
             _put(path, data)
-        yield
+        then()
     except BaseException:
         for path, data in old.items():
             _put(path, data)

@@ -3,12 +3,13 @@
 
 import io
 import os
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.common.errors import FailedCommand, ToolError
+from tools.common.errors import ToolError
 
 # The user's configuration must not change the bytes that come out.
 _SETTINGS = {
@@ -68,7 +69,7 @@ class Git:
         env: Mapping[str, str] | None = None,
         accept: Sequence[int] = (0,),
     ) -> subprocess.CompletedProcess[bytes]:
-        """Run one git command; any exit status that is not accepted raises FailedCommand."""
+        """Run one git command; any exit status that is not accepted raises ToolError."""
         # The user named this tree: accept it whoever owns it.
         safe = ("-c", f"safe.directory={self.path.resolve()}")
         command = ["git", *_ARGUMENTS, *safe, *arguments]
@@ -76,9 +77,10 @@ class Git:
             command, cwd=self.path, env=environment(env), input=stdin, capture_output=True
         )
         if done.returncode not in accept:
+            what = f"a command failed with exit status {done.returncode}"
+            shown = shlex.join(["git", "-C", str(self.path), *arguments])
             output = (done.stdout + done.stderr).decode(errors="replace")
-            shown = ["git", "-C", str(self.path), *arguments]
-            raise FailedCommand(shown, done.returncode, output)
+            raise ToolError(what, details=[f"$ {shown}", *output.splitlines()])
         return done
 
     def text(self, *arguments: str, accept: Sequence[int] = (0,)) -> str:
@@ -105,9 +107,8 @@ class Git:
 
     def dirt(self) -> list[str]:
         """Status lines of everything that is changed or untracked; empty means clean."""
-        return (
-            self.run("status", "--porcelain", "--untracked-files=all").stdout.decode().splitlines()
-        )
+        out = self.run("status", "--porcelain", "--untracked-files=all").stdout
+        return out.decode().splitlines()
 
     def refuse_dirt(self, what: str) -> None:
         """Raise an error that begins with ``what`` unless the work tree is clean."""

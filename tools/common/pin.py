@@ -3,10 +3,9 @@
 
 import re
 import tomllib
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.common.errors import ToolError
 
@@ -16,8 +15,7 @@ DEFAULT_LINE = "v0.20.2"
 UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class PinnedFile:
+class PinnedFile(NamedTuple):
     """One download, known by size and digest."""
 
     distribution: str
@@ -27,8 +25,7 @@ class PinnedFile:
     sha256: str
 
 
-@dataclass(frozen=True)
-class BaseWheel:
+class BaseWheel(NamedTuple):
     """A published wheel that a patched wheel is laid over.
 
     ``tests_only``: the wheel is of another version than the release. Its kernels are taken, all
@@ -43,8 +40,7 @@ class BaseWheel:
     tests_only: bool
 
 
-@dataclass(frozen=True)
-class Pin:
+class Pin(NamedTuple):
     """The release that a series stands on."""
 
     line: str
@@ -75,8 +71,7 @@ def load_pin(path: Path) -> Pin:
             at = at.get(key) if isinstance(at, dict) else None
         at = default if at is None else at
         if at is None or (isinstance(at, str) and not re.fullmatch(pattern, at)):
-            what = f"the pin has no usable {dotted}"
-            raise ToolError(what, where=path, expected=pattern, found=at)
+            raise ToolError(f"the pin has no usable {dotted}", path, pattern, at)
         return at
 
     release = value("release.version")
@@ -114,8 +109,7 @@ def load_pin(path: Path) -> Pin:
 
 def lines(root: Path) -> list[str]:
     """The lines of the repository."""
-    found = sorted(path.parent.name for path in root.glob("patches/*/upstream.toml"))
-    return [name for name in found if not name.startswith(".")]
+    return sorted(path.parent.name for path in root.glob("patches/[!.]*/upstream.toml"))
 
 
 class Project:

@@ -10,7 +10,7 @@ import tomlkit
 
 from tools.common.cli import add_downloads
 from tools.common.errors import ToolError
-from tools.common.files import replacing_all
+from tools.common.files import replace_all
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.check import check_series
@@ -19,9 +19,7 @@ from tools.series.patch import Patch
 from tools.series.series import Series, parse_series
 from tools.wheel.plan import tree_series
 
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    add_downloads(parser)
+declare = add_downloads
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -57,8 +55,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         changelog: date_section(text, number, date, patches).encode(),
         settings: tomlkit.dumps(document).encode(),
     }
-    with replacing_all(texts):
-        pass
+    replace_all(texts)
     print(f"prepared: re.{number}, {f'since {tag}' if tag else 'the first release'}")
     for change in changes:
         print(f"  {change}")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tools.common.cli import add_downloads, add_flag, add_tree
-from tools.common.errors import FailedCommand, ToolError
+from tools.common.errors import ToolError
 from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Project
@@ -20,11 +20,6 @@ from tools.series.tree import APPLIED_REF, BASE_REF
 from tools.source.fetch import fetch_source, submodule
 
 EXAMPLE = "--pristine --tree build/v0.20.2/pristine/vllm"
-# What a person does with a patch that is refused.
-_BY_HAND = (
-    "to solve it by hand: series apply --before {}, then in the build tree "
-    "git am --3way --keep-non-patch, then series export"
-)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +61,13 @@ def am(git: Git, patch: Patch) -> str:
         "--no-3way",  # what does not fit is refused, not merged
         "--committer-date-is-author-date",  # the same commit id on every machine
     )
-    step = _BY_HAND.format(patch.name)
+    step = (
+        f"to solve it by hand: series apply --before {patch.name}, then in the build tree "
+        "git am --3way --keep-non-patch, then series export"
+    )
     try:
         git.run("am", "--quiet", *options, stdin=patch.data, env=tree.identity())
-    except FailedCommand as error:
+    except ToolError as error:
         git.run("am", "--abort", accept=(0, 1, 128))
         what = "a patch does not apply; nothing was changed"
         raise ToolError(what, patch.name, next_step=step, details=error.details) from error

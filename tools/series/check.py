@@ -7,15 +7,7 @@ from collections.abc import Iterator
 
 from tools.common.errors import Problems, ToolError
 from tools.common.pin import Project
-from tools.series.patch import (
-    IDENTITY,
-    OWN_HEADER,
-    STATUS,
-    STATUSES,
-    Patch,
-    check_paths,
-    slug,
-)
+from tools.series.patch import IDENTITY, OWN_HEADER, STATUS, STATUSES, Patch, check_paths, slug
 from tools.series.series import Series, read_series
 
 # Of each header: what is like one, what is right, what should stand there. Lenient on purpose: a
@@ -62,7 +54,7 @@ def check_series(project: Project) -> Series:
     problems = [ToolError(what, file, rule, name, step) for name in sorted(unlisted)]
     problems += [problem for patch in series for problem in check_patch(patch)]
     if problems := [*problems, *check_needs(series)]:
-        raise Problems("the series breaks its rules", problems)
+        raise Problems("the series breaks its rules", problems=problems)
     return series
 
 

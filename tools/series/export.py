@@ -3,6 +3,7 @@
 
 import argparse
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from tools.common.cli import add_flag, add_tree
@@ -71,11 +72,7 @@ def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
     """
     names: dict[int, str] = {}
     free = list(old)
-    for key in (
-        lambda patch: (patch.subject, patch.made),
-        lambda patch: patch.subject,
-        lambda patch: patch.made,
-    ):
+    for key in (attrgetter("subject", "made"), attrgetter("subject"), attrgetter("made")):
         for i, draft in enumerate(drafts):
             like = next((patch for patch in free if key(patch) == key(draft)), None)
             if like and i not in names:
@@ -115,7 +112,7 @@ def export_series(
     new = draft_series(git, commits, old)
     names = [patch.name for patch in new]
     if problems := [problem for patch in new for problem in check_patch(patch)]:
-        raise Problems("commits that break the rules of the series", problems)
+        raise Problems("commits that break the rules of the series", problems=problems)
     before = {patch.name: patch.data for patch in old}
     removed = [name for name in before if name not in names]
     changes = {patch.name: "wrote" for patch in new if before.get(patch.name) != patch.data}
@@ -172,7 +169,7 @@ def _exportable(git: Git) -> list[str]:
     step = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
     if unfit:
         problems = [ToolError(w, found=git.log(c), next_step=step) for c, w in unfit.items()]
-        raise Problems("commits that cannot be patches", problems)
+        raise Problems("commits that cannot be patches", problems=problems)
     return commits
 
 

@@ -27,7 +27,7 @@ STATUSES = {
     "Inappropriate": "Inappropriate [why upstream would not want it]",
 }
 
-STATUS = re.compile(rf"Upstream-Status: (?:(Pending)|({'|'.join(STATUSES)}) \[(\S[^\]]*)\])")
+STATUS = re.compile(rf"Upstream-Status: (?:Pending|(?:{'|'.join(STATUSES)}) \[\S[^\]]*\])")
 # Headers that only the series reads; upstream gets the message without them.
 OWN_HEADER = re.compile(r"(?:Upstream-Status|Drop-when|Needs):")
 
@@ -44,12 +44,6 @@ def slug(subject: str) -> str:
     """
     words = re.sub(r"^(\s*\[[^\]]*\])+", "", subject).lower().replace("'", "")
     return re.sub(r"[^a-z0-9]+", "-", words).strip("-")
-
-
-def parse_status(line: str) -> tuple[str, str | None] | None:
-    """The status and its argument, or None where the line is malformed."""
-    match = STATUS.fullmatch(line.rstrip())
-    return (match[1] or match[2], match[3]) if match else None
 
 
 @dataclass(frozen=True)
@@ -89,8 +83,8 @@ class Patch:
     @cached_property
     def status(self) -> str:
         """The status as it stands in the header, or ``?``."""
-        found = filter(parse_status, self.body.splitlines())
-        return next(found, "Upstream-Status: ?").removeprefix("Upstream-Status: ").rstrip()
+        found = filter(STATUS.fullmatch, map(str.rstrip, self.body.splitlines()))
+        return next(found, "Upstream-Status: ?").removeprefix("Upstream-Status: ")
 
     @cached_property
     def needs(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tools.common.cli import add_flag, add_path, tell
 from tools.common.errors import ToolError
-from tools.common.files import replacing_all, staging
+from tools.common.files import replace_all, staging
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project
 from tools.series import replay, tree
@@ -171,8 +171,7 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
         _prove(new, names)
         tree.refuse_unaccounted(tree.open_settled(project))
         made = {path.name: path.read_bytes() for path in new.patches.iterdir()}
-        with replacing_all({project.patches / name: made.get(name) for name in {*names, *made}}):
-            pass
+        replace_all({project.patches / name: made.get(name) for name in {*names, *made}})
     # The new series is in place: what is left can be done again.
     series = read_series(project.series_file)
     _move_submodule(project, new)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tools.common.errors import Problems, ToolError
-from tools.common.files import replacing_all
+from tools.common.files import replace_all
 from tools.common.pin import Pin
 from tools.series.patch import Patch
 
@@ -91,7 +91,7 @@ def read_series(series_file: Path) -> Series:
             what, step = "a listed patch does not exist", "restore the file or delete the line"
             problems.append(ToolError(what, series_file, path, name, step))
     if problems:
-        raise Problems(f"the list of patches in {series_file} is wrong", problems)
+        raise Problems(f"the list of patches in {series_file} is wrong", problems=problems)
     return tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names)
 
 
@@ -101,5 +101,4 @@ def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> N
     text = render_series([patch.name for patch in series], old)
     files: dict[Path, bytes | None] = {series_file.parent / name: None for name in removed}
     files |= {series_file.parent / patch.name: patch.data for patch in series}
-    with replacing_all({**files, series_file: text.encode()}):
-        pass
+    replace_all({**files, series_file: text.encode()})

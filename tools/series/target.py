@@ -5,26 +5,25 @@ import hashlib
 import re
 import tarfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomlkit
 from packaging.version import InvalidVersion, Version
+from unearth import Package
 
 from tools.common.errors import ToolError
 from tools.common.files import staging, write
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, PinnedFile, Project
 from tools.source.fetch import fetch
-from tools.source.index import Index, IndexFile, like_wheel, releases
+from tools.source.index import Index, like_wheel, releases, version_of
 
 # What building a source archive adds to the tagged files.
 ARCHIVE_ONLY = ("PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py")
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """What the pin says about the release or the commit to move to."""
 
     version: str
@@ -97,9 +96,9 @@ def _describe(git: Git, commit: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-def _source(files: Iterable[IndexFile], version: Version) -> IndexFile | None:
-    archives = (f for f in files if f.version == version and f.link.filename.endswith(".tar.gz"))
-    return next(archives, None)
+def _source(files: Iterable[Package], version: Version) -> Package | None:
+    archives = (file for file in files if file.link.filename.endswith(".tar.gz"))
+    return next((file for file in archives if version_of(file) == version), None)
 
 
 def _release(project: Project, version: Version, commit: str | None) -> Target:
@@ -116,7 +115,7 @@ def _release(project: Project, version: Version, commit: str | None) -> Target:
         notes.append(f"{source.link.filename} is withdrawn on the package index")
     wheels: dict[str, PinnedFile | None] = {}
     for variant, table in wheel_tables(project).items():
-        files = [f for f in index.files(str(table["distribution"])) if f.version == version]
+        files = [f for f in index.files(str(table["distribution"])) if version_of(f) == version]
         like = like_wheel(files, str(table["tag"]))
         wheels[variant] = index.pin(like) if like else None
         if like is None and variant in pin.wheels and pin.wheels[variant].tests_only:

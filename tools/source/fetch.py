@@ -20,12 +20,9 @@ from tools.common.pin import PinnedFile, Project
 from tools.source.index import CHECK_NETWORK, Index
 
 EXAMPLE = "--wheelhouse /media/wheels --offline"
+declare = add_downloads
 _CHUNK = 1 << 20
 _SPARE = 64 << 20  # bytes that must stay free beside the file itself
-
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    add_downloads(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:

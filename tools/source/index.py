@@ -6,24 +6,15 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
-from packaging.version import InvalidVersion, Version
-from unearth import Link, PackageFinder
+from packaging.utils import parse_wheel_filename
+from packaging.version import Version
+from unearth import Package, PackageFinder
 
 from tools.common.errors import ToolError
 from tools.common.pin import PinnedFile
 
 CHECK_NETWORK = "check the network and PIP_INDEX_URL"
-
-
-class IndexFile(NamedTuple):
-    """A file that the index offers; nothing of it is downloaded yet."""
-
-    distribution: str
-    version: Version
-    link: Link
 
 
 @contextmanager
@@ -45,24 +36,17 @@ class Index:
         url = os.environ.get("PIP_INDEX_URL")
         self.finder = PackageFinder(index_urls=[url] if url else [], ignore_compatibility=True)
 
-    def files(self, distribution: str) -> list[IndexFile]:
+    def files(self, distribution: str) -> list[Package]:
         """Every file of a distribution; an index without it, or without an answer, is an error."""
         where = f"distribution {distribution}"
         with _explained("the package index did not answer", where):
             packages = list(self.finder.find_all_packages(distribution, allow_yanked=True))
-        found = []
-        for package in packages:
-            try:
-                version = Version(package.version or "")
-            except InvalidVersion:
-                continue
-            found.append(IndexFile(distribution, version, package.link))
-        if not found:
+        if not packages:
             what = "the package index has no such distribution, or did not answer"
             raise ToolError(what, where=where, next_step=CHECK_NETWORK)
-        return found
+        return packages
 
-    def pin(self, file: IndexFile) -> PinnedFile:
+    def pin(self, file: Package) -> PinnedFile:
         """The file's size and sha256, as the index states them."""
         digest = (file.link.hash_option or {}).get("sha256", [""])[0]
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
@@ -75,26 +59,28 @@ class Index:
                 response = self.finder.session.head(file.link.url_without_fragment)
                 response.raise_for_status()
                 size = int(response.headers["content-length"])
-        return PinnedFile(file.distribution, str(file.version), file.link.filename, size, digest)
+        return PinnedFile(file.name, str(version_of(file)), file.link.filename, size, digest)
 
 
-def releases(files: Sequence[IndexFile]) -> list[Version]:
+def version_of(file: Package) -> Version:
+    """The version in a file's name; unearth leaves out files without one."""
+    return Version(str(file.version))
+
+
+def releases(files: Sequence[Package]) -> list[Version]:
     """Final releases that are not withdrawn, oldest first."""
-    kept = {f.version for f in files if not f.link.is_yanked and not f.version.is_prerelease}
-    return sorted(kept)
+    kept = {version_of(file) for file in files if not file.link.is_yanked}
+    return sorted(version for version in kept if not version.is_prerelease)
 
 
-def like_wheel(files: Sequence[IndexFile], tag: str) -> IndexFile | None:
+def like_wheel(files: Sequence[Package], tag: str) -> Package | None:
     """The wheel for the same interpreter, ABI, kind of system and processor as ``tag``, if any.
 
     The tags may name other versions of the C library. Of several builds the last is taken.
     """
     found = []
-    for file in files:
-        try:
-            _, _, build, tags = parse_wheel_filename(file.link.filename)
-        except InvalidWheelFilename:
-            continue
+    for file in (file for file in files if file.link.is_wheel):
+        _, _, build, tags = parse_wheel_filename(file.link.filename)
         if any(_platform(str(one)) == _platform(tag) for one in tags):
             found.append((build or (0, ""), tag in map(str, tags), file.link.filename, file))
     return max(found)[-1] if found else None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tools.common.cli import add_flag, add_path, count, tell
 from tools.common.errors import Problems, ToolError
-from tools.common.files import replacing_all
+from tools.common.files import replace_all
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
@@ -29,6 +29,7 @@ from tools.wheel.verify import find_site
 EXAMPLE = "count-rows --clone ../vllm --onto origin/main"
 _RULES = ("AGENTS.md", "CONTRIBUTING.md", "docs/contributing/README.md")
 _SENDABLE = ("Pending", "Submitted")
+Person = tuple[str, str]  # name and address
 _BEFORE = """\
 Before you push a branch:
   - read every changed line, so that you can defend it,
@@ -69,7 +70,7 @@ _RESERVED = re.compile(r"(.*\.)?(example(\.\w+)?|invalid|test|localhost|local)",
 _NOBODY = {"", "root", "user", "nobody", "unknown", "your name", "you", PROJECT_NAME.lower()}
 
 
-def find_person(repository: Path) -> tuple[str, str]:
+def find_person(repository: Path) -> Person:
     """Name and address that git would commit with in a repository; a placeholder is refused."""
     # The user's own configuration, which the tools read nowhere else.
     settings = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or "CONFIG" in k}
@@ -96,18 +97,15 @@ def find_person(repository: Path) -> tuple[str, str]:
 
 def find_base(project: Project, onto: str | None, clone: Path | None) -> Base:
     """The pinned release in the build tree, or a ref of a clone."""
-    if clone is None:
-        if onto is not None:
-            what = "only a clone has other refs than the pinned release"
-            step = "name the clone: --clone <path>"
-            raise ToolError(what, where="--onto", found=onto, next_step=step)
-        git = Git(project.tree)
-        return Base(git, git.text("rev-parse", BASE_REF), f"vLLM {project.pin.version}")
-    git = open_clone(clone)
-    if onto is None:
-        what = "the branches need a ref of the clone to start from"
-        raise ToolError(what, where=clone, next_step="name one: --onto origin/main")
-    return Base(git, resolve(git, onto), onto)
+    if clone and onto:
+        git = open_clone(clone)
+        return Base(git, resolve(git, onto), onto)
+    if clone or onto:
+        what = "a clone and the ref of it that the branches start from belong together"
+        step = "name both: --clone <path> --onto origin/main"
+        raise ToolError(what, found=clone or f"--onto {onto}", next_step=step)
+    git = Git(project.tree)
+    return Base(git, git.text("rev-parse", BASE_REF), f"vLLM {project.pin.version}")
 
 
 def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
@@ -124,7 +122,7 @@ def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
     return chosen
 
 
-def message_for(patch: Patch, person: tuple[str, str], trailers: Sequence[str]) -> str:
+def message_for(patch: Patch, person: Person, trailers: Sequence[str]) -> str:
     """The commit message for upstream: without the series' own headers, signed by the person."""
     kept, signed = split_body(patch)
     body = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
@@ -144,11 +142,7 @@ def _refuse_words(topic: str | None, trailers: Sequence[str]) -> None:
 
 
 def make_branch(
-    git: Git,
-    base: Base,
-    patches: Iterable[tuple[Patch, str]],
-    person: tuple[str, str],
-    trailers: list[str],
+    git: Git, base: Base, patches: Iterable[tuple[Patch, str]], person: Person, trailers: list[str]
 ) -> str:
     """Merge patches, each with its commit, onto the base in a work tree; return the last commit."""
     git.run("reset", "--quiet", "--hard", base.commit)
@@ -175,7 +169,7 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[str]
     chosen = choose_patches(series, asked.patches)
     _refuse_words(asked.topic, asked.trailer)
     if problems := check_needs(series):
-        raise Problems("the series breaks its rules", problems)
+        raise Problems("the series breaks its rules", problems=problems)
     apply_series(project, series)
     base = find_base(project, asked.onto, asked.clone)
     person = find_person(asked.clone or project.root)
@@ -214,9 +208,9 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[str]
             if below:
                 said.append(f"  stacked on {', '.join(below)}: these go first, or with it")
             said.append(f"  pull request: {path}")
-        with replacing_all(texts):
-            lines = [f"update refs/heads/{name} {head}\n" for name, head in heads.items()]
-            base.git.run("update-ref", "--stdin", stdin="".join(lines).encode())
+        lines = [f"update refs/heads/{name} {head}\n" for name, head in heads.items()]
+        refs = "".join(lines).encode()
+        replace_all(texts, lambda: base.git.run("update-ref", "--stdin", stdin=refs))
     return base, said
 
 

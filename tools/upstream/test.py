@@ -152,9 +152,7 @@ def _parts(source: bytes | None) -> dict[str, str]:
 
 
 def compare(
-    pristine: dict[str, Results],
-    patched: dict[str, Results],
-    touched: dict[str, set[str] | None],
+    pristine: dict[str, Results], patched: dict[str, Results], touched: dict[str, set[str] | None]
 ) -> list[Comparison]:
     """Every test of both sides, with its verdict."""
     found = []

@@ -51,10 +51,8 @@ class Outcome(NamedTuple):
     @property
     def cannot_run(self) -> str | None:
         """What this machine lacks, if that is why the test failed."""
-        if not self.bad:
-            return None
         found = (why for what, why in CANNOT_RUN.items() if re.search(what, self.message))
-        return next(found, None)
+        return next(found, None) if self.bad else None
 
     def is_like(self, other: "Outcome | None") -> bool:
         """Whether another run of the test ended in the same way."""
@@ -65,8 +63,7 @@ Results = dict[str, Outcome]
 
 
 def is_test_file(path: str) -> bool:
-    name = Path(path).name
-    return name.startswith("test_") and name.endswith(".py")
+    return Path(path).match("test_*.py")
 
 
 def test_environment(build: Path, **more: str) -> dict[str, str]:
@@ -123,13 +120,11 @@ def _run_kept(
         log.open("wb") as out,
         subprocess.Popen(kept, cwd=cwd, env=environment, stdin=pipe, stdout=out, stderr=out) as run,
     ):
-        assert run.stdin is not None
+        # Leaving this block closes the keeper's input: it ends what is left.
         try:
             return run.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
-        finally:
-            run.stdin.close()  # the keeper ends what is left
 
 
 def read_results(path: Path) -> Results:

@@ -86,7 +86,8 @@ def _deviations(
 def _conclude(what: str, plan: Plan, patches: int, deviations: list[ToolError]) -> str:
     """What was proved."""
     if deviations:
-        raise Problems(f"{what} is not the base wheel plus the series; deviations", deviations)
+        what += " is not the base wheel plus the series; deviations"
+        raise Problems(what, problems=deviations)
     patched = sum(member.data is not None for member in plan.members)
     files = f"{len(plan.members)} files, {patched} of them not the base wheel's"
     return f"{what}: {files}, {patches} patches"
