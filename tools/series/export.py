@@ -27,7 +27,6 @@ _FORMAT = (
     "--zero-commit",  # else an edit changes the first line of every later patch
     "--no-numbered",  # else one more patch changes every subject
     "--subject-prefix=PATCH",  # am cuts this off again and leaves [Core] alone
-    "--patch",
     "--no-stat",  # its columns depend on the longest name
     "--full-index",  # abbreviations grow with the repository; apply compares whole ids
     "--diff-algorithm=myers",  # the default may change or be configured

@@ -21,7 +21,6 @@ from tools.source.index import CHECK_NETWORK, Index
 
 EXAMPLE = "--wheelhouse /media/wheels --offline"
 declare = add_downloads
-_CHUNK = 1 << 20
 _SPARE = 64 << 20  # bytes that must stay free beside the file itself
 
 
@@ -159,11 +158,6 @@ def _opened(pinned: PinnedFile, skip: int) -> Iterator[tuple[int, Iterator[bytes
     if link is None:
         what = f"the package index does not have the pinned file {pinned.filename}"
         raise ToolError(what, f"distribution {pinned.distribution}", next_step=CHECK_NETWORK)
-    if link.is_file:
-        with link.file_path.open("rb") as file:
-            file.seek(skip)
-            yield skip, iter(lambda: file.read(_CHUNK), b"")
-        return
     headers = {"Accept-Encoding": "identity"}  # half of a compressed answer is useless
     if skip:
         headers["Range"] = f"bytes={skip}-"
