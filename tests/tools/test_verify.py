@@ -106,12 +106,17 @@ def test_one_changed_byte_is_found(toy: Toy, name: str) -> None:
     assert deviations(error) == {("changed", name), ("changed", f"{DIST_INFO}/RECORD")}
 
 
-def test_one_flipped_byte_of_the_file_is_found(toy: Toy) -> None:
+# A new file, which is stored, and the base wheel's kernels, which are compressed.
+@pytest.mark.parametrize("name", ["vllm/envs.py", "vllm/_C.abi3.so"])
+def test_one_flipped_byte_of_the_file_is_found(toy: Toy, name: str) -> None:
     path = build(toy)
     data = bytearray(path.read_bytes())
-    data[data.index(b"SETTING_9 = 99")] ^= 1
+    with zipfile.ZipFile(path) as wheel:
+        info = wheel.getinfo(name)
+    # Past the local header: thirty bytes, then the name, then nothing.
+    data[info.header_offset + 30 + len(name) + info.compress_size // 4] ^= 1
     path.write_bytes(data)
-    assert ("unreadable", "vllm/envs.py") in deviations(toy.refuse("wheel", "verify", str(path)))
+    assert ("unreadable", name) in deviations(toy.refuse("wheel", "verify", str(path)))
 
 
 def test_a_wrong_record_is_found(toy: Toy) -> None:

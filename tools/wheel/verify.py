@@ -8,6 +8,7 @@ import io
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from email.parser import Parser
 from importlib.metadata import distributions
@@ -75,7 +76,7 @@ def _deviations(
             digest = f"sha256 {hashlib.sha256(read(name)).hexdigest()}"
         except KeyError:
             what, digest = "missing", "nothing"
-        except zipfile.BadZipFile as error:
+        except (zipfile.BadZipFile, zlib.error) as error:
             what, digest = "unreadable", str(error)
         if digest != expected:
             yield ToolError(what, name, f"{expected}, from {member.why}", digest)
@@ -83,11 +84,10 @@ def _deviations(
         yield ToolError("extra", name, "no such file")
 
 
-def _conclude(what: str, plan: Plan, patches: int, deviations: list[ToolError]) -> str:
-    """What was proved."""
-    if deviations:
-        what += " is not the base wheel plus the series; deviations"
-        raise Problems(what, problems=deviations)
+def _conclude(what: str, plan: Plan, patches: int, found: list[ToolError]) -> str:
+    """What was proved; ``found`` are the deviations."""
+    if found:
+        raise Problems(f"{what} is not the base wheel plus the series; deviations", problems=found)
     patched = sum(member.data is not None for member in plan.members)
     files = f"{len(plan.members)} files, {patched} of them not the base wheel's"
     return f"{what}: {files}, {patches} patches"
