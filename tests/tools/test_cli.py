@@ -15,20 +15,9 @@ from tools.common.pin import Project
 
 TOOLS = Path(tools.__main__.__file__).parent
 VERBS = [
-    ("source", "fetch"),
-    ("series", "apply"),
-    ("series", "export"),
-    ("series", "check"),
-    ("upstream", "check-patches"),
-    ("series", "rebase"),
-    ("upstream", "submit"),
-    ("series", "status"),
-    ("wheel", "build"),
-    ("wheel", "identity"),
-    ("wheel", "verify"),
-    ("release", "prepare"),
-    ("release", "build"),
-    ("upstream", "test"),
+    (path.parent.name, path.stem.replace("_", "-"))
+    for path in TOOLS.glob("*/*.py")
+    if "\ndef run(" in path.read_text()
 ]
 
 
