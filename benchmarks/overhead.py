@@ -319,6 +319,8 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--loads: {', '.join(sorted(unknown))} not of {', '.join(loads)}")
     if unknown := set(arguments.modes) - {"silent", "tenth", "all"}:
         parser.error(f"--modes: {', '.join(sorted(unknown))} not of silent, tenth, all")
+    if not isinstance(arguments.options, dict):
+        parser.error(f"--options: {arguments.options!r} is not a JSON object of engine arguments")
     arguments.build = arguments.build or ["patched="]
     arguments.engine = arguments.engine or ["patched:off", "patched:opt-in"]
     try:

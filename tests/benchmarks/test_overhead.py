@@ -222,3 +222,9 @@ def test_report_files(tmp_path: Path) -> None:
 def test_unknown_loads_are_refused() -> None:
     with pytest.raises(SystemExit):
         read_arguments(["--out", "x", "--loads", "decode,other"])
+
+
+def test_options_are_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_arguments(["--out", "x", "--options", "[1]"])
+    assert "[1] is not a JSON object" in capsys.readouterr().err
