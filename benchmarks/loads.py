@@ -71,8 +71,8 @@ LOADS: dict[str, Load] = {
     "prefill": Load(16, 2048, 4),
     "single": Load(1, 64, 192, decodes=True),
     "turns": Load(16, 256, 32, turns=3, shared=512, share=0.14),
-    "group": Load(64, 16, 48, shared=8176),
-    "many": Load(512, 64, 48, decodes=True),
+    "group": Load(64, 16, 48, shared=8176, share=0.05),
+    "many": Load(512, 64, 48, decodes=True, share=0.05),
 }
 # For a CPU.
 TINY_LOADS: dict[str, Load] = {
@@ -80,8 +80,8 @@ TINY_LOADS: dict[str, Load] = {
     "prefill": Load(4, 200, 2),
     "single": Load(1, 16, 24, decodes=True),
     "turns": Load(4, 40, 6, turns=3, shared=64, share=0.14),
-    "group": Load(8, 8, 4, shared=192),
-    "many": Load(32, 16, 4, decodes=True),
+    "group": Load(8, 8, 4, shared=192, share=0.05),
+    "many": Load(32, 16, 4, decodes=True, share=0.05),
 }
 
 
