@@ -73,6 +73,9 @@ PLAIN = {
     "drafts": Setup(drafts=3),
     "asynchronous drafts": Setup(asynchronous=True, depth=2, drafts=3),
     "KV connector": Setup(connector=True, also=("reload",)),
+    "asynchronous failed loads": Setup(
+        asynchronous=True, depth=2, drafts=2, connector=True, also=("reload", "fail")
+    ),
 }
 MENDED = {
     # Synchronous and without drafts: the scheduler keeps every token that is computed, so that the
@@ -485,12 +488,16 @@ class Engine:
             for req_id in {*loads, *scheduled.num_scheduled_tokens}
         }
         lost = set()
-        if loads and self.lose is not None:
-            req_id, blocks = next(iter(loads.items()))
-            lost = {block_ids[req_id][blocks[self.lose % len(blocks)]]}
+        received = loads.keys() - scheduled.num_scheduled_tokens
+        # With asynchronous scheduling, a load that fails within a step leaves vLLM's own steps in
+        # flight on KV that is not there (vLLM issue 49250): only loads between steps fail.
+        may_fail = received if self.setup.asynchronous else loads.keys()
+        if may_fail and self.lose is not None:
+            req_id = next(req_id for req_id in loads if req_id in may_fail)
+            lost = {block_ids[req_id][loads[req_id][self.lose % len(loads[req_id])]]}
             self.lose = None
-        # What was spoiled before is computed before anybody uses it.
-        self.spoiled = set(lost)
+        self.spoiled -= {block_ids[req_id][i] for req_id, blocks in loads.items() for i in blocks}
+        self.spoiled |= lost
         spoiled = set()
         # Who shares a block comes behind the request that computes it.
         for req_id, count in scheduled.num_scheduled_tokens.items():
@@ -501,7 +508,6 @@ class Engine:
                 self.spoiled |= {*written}
             else:
                 self.spoiled -= {*written}
-        received = {r for r in loads if r not in scheduled.num_scheduled_tokens}
         return KVConnectorOutput(finished_recving=received, invalid_block_ids=lost), spoiled
 
     def fail(self, block: int) -> None:
