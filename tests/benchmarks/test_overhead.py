@@ -217,6 +217,7 @@ def test_report_files(tmp_path: Path) -> None:
     assert "| patched opt-in, silent | 161 | 14 | 0 |" in text
     summary = json.loads((tmp_path / "report.json").read_text())
     assert {entry["load"] for entry in summary} == {"decode"}
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_unknown_loads_are_refused() -> None:
