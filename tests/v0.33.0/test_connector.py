@@ -496,6 +496,9 @@ class Engine:
             req_id = next(req_id for req_id in loads if req_id in may_fail)
             lost = {block_ids[req_id][loads[req_id][self.lose % len(loads[req_id])]]}
             self.lose = None
+        if not self.setup.asynchronous:
+            # What was spoiled before is computed before anybody uses it.
+            self.spoiled.clear()
         self.spoiled -= {block_ids[req_id][i] for req_id, blocks in loads.items() for i in blocks}
         self.spoiled |= lost
         spoiled = set()
