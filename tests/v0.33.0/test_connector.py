@@ -496,9 +496,6 @@ class Engine:
             req_id = next(req_id for req_id in loads if req_id in may_fail)
             lost = {block_ids[req_id][loads[req_id][self.lose % len(loads[req_id])]]}
             self.lose = None
-        if not self.setup.asynchronous:
-            # What was spoiled before is computed before anybody uses it.
-            self.spoiled.clear()
         self.spoiled -= {block_ids[req_id][i] for req_id, blocks in loads.items() for i in blocks}
         self.spoiled |= lost
         spoiled = set()
@@ -551,8 +548,12 @@ class Engine:
             assert not (output.routed_experts == GARBAGE).all((1, 2)).any()
 
     def abort(self, index: int) -> None:
-        # The release caches what a request loads that ends meanwhile.
-        if self.requests and not (self.spoiled and self.steps):
+        # The release caches what a request loads that ends meanwhile. Of requests that share a
+        # block whose load failed, it lets one compute the block, and the others go on without its
+        # KV if that one is aborted before.
+        get_block_ids = self.scheduler.kv_cache_manager.get_block_ids
+        held = {block for req_id in self.scheduler.requests for block in get_block_ids(req_id)[0]}
+        if self.requests and not (self.spoiled and (self.steps or self.spoiled & held)):
             req_id = str(index % len(self.requests))
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
