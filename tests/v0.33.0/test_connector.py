@@ -45,7 +45,7 @@ MAX_LEN = 48
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "150"))
 # Tokens that end a session's part.
 STOPS = list(range(0, VOCABULARY, 3))
-# The rows of tokens that were computed from KV that did not load.
+# The rows of tokens whose KV was received or did not load, and of those computed from the latter.
 GARBAGE = np.full((2, 2), 0xFFFF, dtype=np.uint16)
 
 
@@ -193,8 +193,8 @@ class Step:
     scheduled: SchedulerOutput
     output: ModelRunnerOutput
     pending: Any
-    # By request: the rows of its positions as they were computed, this step included.
-    truth: dict[str, list[np.ndarray]]
+    # By request: the rows with which the KV of its positions was computed, this step included.
+    truth: dict[str, np.ndarray]
     # By request: the first token that it computed, behind what it found or received.
     firsts: dict[str, int]
 
@@ -212,15 +212,16 @@ class Runner:
         self.weights = 0
         self.tokens: dict[str, list[int]] = {}
         self.num_prompt_tokens: dict[str, int] = {}
-        self.truth: dict[str, list[np.ndarray]] = {}
+        # The rows with which the KV of each block was computed.
+        self.kv = np.tile(GARBAGE, (setup.num_blocks, BLOCK, 1, 1))
         self.firsts: dict[str, int] = {}
         # Tokens that were computed, less rejected drafts.
         self.num_done: dict[str, int] = {}
         # The worker makes the drafts itself, of which the scheduler knows the number only.
         self.proposes = setup.asynchronous and setup.drafts > 0
         self.draft_is_right: list[bool] = []
-        # Rows of each block, named by all tokens up to its end, as it was computed last.
-        self.latest: dict[tuple[int, ...], list[np.ndarray]] = {}
+        # The blocks that a KV connector can load, named by all tokens up to their end.
+        self.saved: dict[tuple[int, ...], np.ndarray] = {}
         self.rows = np.empty((0, 2, 2), np.uint16)
         capturer = SimpleNamespace(
             shape_per_token=(2, 2),
@@ -246,11 +247,14 @@ class Runner:
                 vllm_config=SimpleNamespace(**sizes), model=None, kv_cache_config=kv_cache
             )
 
-    def execute(self, scheduled: SchedulerOutput, spoiled: set[str]) -> Step:
+    def execute(
+        self, scheduled: SchedulerOutput, block_ids: dict[str, list[int]], spoiled: set[str]
+    ) -> Step:
         """Process the scheduled tokens; sample where the last known one is among them.
 
         Args:
             scheduled: the step.
+            block_ids: the KV blocks of each request.
             spoiled: requests whose KV did not load.
         """
         starts = self._update(scheduled)
@@ -267,11 +271,10 @@ class Runner:
             if self.proposes and req_id not in fresh:  # theirs are padding
                 drafts = propose(known, self.draft_is_right[: len(drafts)])
             fed = [*known, *drafts]
-            mine = [
-                GARBAGE if req_id in spoiled else true_row(fed, position, self.weights)
-                for position in range(start, stop)
-            ]
-            rows += mine
+            for position in range(start, stop):
+                row = GARBAGE if req_id in spoiled else true_row(fed, position, self.weights)
+                rows.append(row)
+                self.kv[block_ids[req_id][position // BLOCK], position % BLOCK] = row
             tokens: list[int] = []
             if stop >= len(known):
                 tokens.append(next_token(known))
@@ -284,20 +287,10 @@ class Runner:
             self.num_done[req_id] = done
             sampled.append(tokens)
             rejected.append(stop - done)
-            truth = self.truth.setdefault(req_id, [])
-            # A hit, perhaps of blocks that an earlier request of the step computes; or another
-            # request computed shared blocks again whose KV did not load.
-            for end in range(BLOCK, start + BLOCK, BLOCK):
-                block = truth[end - BLOCK : min(end, start)]
-                if len(truth) < min(end, start) or any(row is GARBAGE for row in block):
-                    # Silent requests may load what nobody has computed.
-                    nothing = [GARBAGE] * BLOCK
-                    truth[end - BLOCK : end] = self.latest.get(tuple(known[:end]), nothing)
-            truth[start:] = mine[: done - start]
-            for end in range((start // BLOCK + 1) * BLOCK, done + 1, BLOCK):
-                # Not of a block whose first tokens were received.
-                if not any(row is GARBAGE for row in truth[end - BLOCK : start]):
-                    self.latest[tuple(known[:end])] = truth[end - BLOCK : end]
+            for index in range(start // BLOCK, done // BLOCK):
+                block = self.kv[block_ids[req_id][index]]
+                if not (block == GARBAGE).all((1, 2)).any():
+                    self.saved[tuple(known[: (index + 1) * BLOCK])] = block.copy()
         pending = None
         if req_ids:
             counts = [scheduled.num_scheduled_tokens[req_id] for req_id in req_ids]
@@ -316,20 +309,26 @@ class Runner:
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             sampled_token_ids=sampled,
         )
-        truths = {req_id: list(self.truth[req_id]) for req_id in req_ids}
-        return Step(scheduled, output, pending, truths, dict(self.firsts))
+        truth = {
+            req_id: self.kv[block_ids[req_id]].reshape(-1, 2, 2)[: self.num_done[req_id]]
+            for req_id in req_ids
+        }
+        return Step(scheduled, output, pending, truth, dict(self.firsts))
+
+    def load(self, tokens: list[int], block_ids: list[int], indices: range) -> None:
+        """Load some of a request's blocks: those that another engine computed are unknown."""
+        for index in indices:
+            name = tuple(tokens[: (index + 1) * BLOCK])
+            self.kv[block_ids[index]] = self.saved.get(name, GARBAGE)
 
     def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """Take over what the scheduler says of requests; the first position of each."""
         for req_id in {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}:
-            self.truth.pop(req_id, None)
             self.num_done.pop(req_id, None)
         starts = {}
         for new in scheduled.scheduled_new_reqs:
             req_id, start = new.req_id, new.num_computed_tokens
             tokens = list(new.prefill_token_ids)
-            if req_id in self.truth:  # a session goes on
-                del self.truth[req_id][start:]
             self.tokens[req_id] = tokens
             self.num_prompt_tokens[req_id] = len(new.prompt_token_ids)
             self.num_done[req_id] = starts[req_id] = self.firsts[req_id] = start
@@ -472,21 +471,27 @@ class Engine:
                 DraftTokenIds([request.request_id for request in running], drafts)
             )
         scheduled = self.scheduler.schedule()
-        if not self.setup.connector:
-            self.steps.append(self.runner.execute(scheduled, set()))
-            return
-        loaded, spoiled = self.load(scheduled)
-        step = self.runner.execute(scheduled, spoiled)
-        step.output.kv_connector_output = loaded
-        self.steps.append(step)
-
-    def load(self, scheduled: SchedulerOutput) -> tuple[KVConnectorOutput, set[str]]:
-        """What the KV connector did in the step, and the requests that use what it lost."""
-        loads, self.scheduler.connector.loads = self.scheduler.connector.loads, {}
+        loads = {}
+        if self.setup.connector:
+            loads, self.scheduler.connector.loads = self.scheduler.connector.loads, {}
         block_ids = {
             req_id: self.scheduler.kv_cache_manager.get_block_ids(req_id)[0]
             for req_id in {*loads, *scheduled.num_scheduled_tokens}
         }
+        loaded, spoiled = self.load(scheduled, loads, block_ids)
+        step = self.runner.execute(scheduled, block_ids, spoiled)
+        step.output.kv_connector_output = loaded
+        self.steps.append(step)
+
+    def load(
+        self,
+        scheduled: SchedulerOutput,
+        loads: dict[str, range],
+        block_ids: dict[str, list[int]],
+    ) -> tuple[KVConnectorOutput | None, set[str]]:
+        """What the KV connector did in the step, and the requests that use what it lost."""
+        if not self.setup.connector:
+            return None, set()
         lost = set()
         received = loads.keys() - scheduled.num_scheduled_tokens
         # With asynchronous scheduling, a load that fails within a step leaves vLLM's own steps in
@@ -496,7 +501,10 @@ class Engine:
             req_id = next(req_id for req_id in loads if req_id in may_fail)
             lost = {block_ids[req_id][loads[req_id][self.lose % len(loads[req_id])]]}
             self.lose = None
-        self.spoiled -= {block_ids[req_id][i] for req_id, blocks in loads.items() for i in blocks}
+        for req_id, indices in loads.items():
+            self.runner.load(self.requests[req_id].all_token_ids, block_ids[req_id], indices)
+            self.spoiled -= {block_ids[req_id][i] for i in indices}
+        self.runner.kv[[*lost]] = GARBAGE
         self.spoiled |= lost
         spoiled = set()
         # Who shares a block comes behind the request that computes it.
@@ -541,11 +549,23 @@ class Engine:
                 assert stated <= step.firsts[output.request_id]
                 start = max(start, stated)
             self.ends[output.request_id] = end = start + len(output.routed_experts)
-            truth = [np.empty((0, 2, 2), np.uint16), *step.truth[output.request_id][start:end]]
-            np.testing.assert_array_equal(
-                output.routed_experts, np.concatenate([row.reshape(-1, 2, 2) for row in truth])
-            )
-            assert not (output.routed_experts == GARBAGE).all((1, 2)).any()
+            truth = step.truth[output.request_id][start:end]
+            assert not (truth == GARBAGE).all((1, 2)).any()
+            if "update" in self.setup.also:
+                truth = self.computed_again(request, start, output.routed_experts, truth)
+            np.testing.assert_array_equal(output.routed_experts, truth)
+
+    def computed_again(
+        self, request: Request, start: int, rows: np.ndarray, truth: np.ndarray
+    ) -> np.ndarray:
+        """The truth, save for blocks whose tokens another request computed again, with other
+        weights, before this one was given their rows: it may get the rows of that computation."""
+        truth = truth.copy()
+        for i in (rows != truth).any((1, 2)).nonzero()[0].tolist():
+            block, place = divmod(start + i, BLOCK)
+            name = tuple(request.all_token_ids[: (block + 1) * BLOCK])
+            truth[i] = self.runner.saved[name][place]
+        return truth
 
     def abort(self, index: int) -> None:
         # The release caches what a request loads that ends meanwhile. Of requests that share a
@@ -559,9 +579,10 @@ class Engine:
 
     def reset(self, running: bool) -> None:
         """The weights change; the prefix cache is reset, and running requests begin anew."""
+        # The release raises an error if a session that waits keeps its KV.
+        running = running and not self.scheduler.kv_holding_waiting
         if "reset" in self.setup.also and self.scheduler.reset_prefix_cache(running):
             self.runner.weights += 1
-            self.runner.latest.clear()
 
     def update(self) -> None:
         """The weights change while no request is there, without a reset."""
@@ -610,19 +631,17 @@ class Engine:
         assert worker._store._store._references == dict.fromkeys(keys, 1)
 
     def check_stored(self, request: Request) -> None:
-        """Every cached block of the request whose rows were captured has those of its latest
-        computation."""
+        """Every cached block of the request whose rows were captured has its own."""
         store = self.runner.connector._store
         pool = self.scheduler.kv_cache_manager.block_pool
         generation = str(self.scheduler.aux_output_connector._generation)
-        for index, block_hash in enumerate(request.block_hashes):
+        for block_hash in request.block_hashes:
             cached = pool.get_cached_block(block_hash, [0])
             if cached is None or not getattr(cached[0], "has_aux_output", True):
                 continue
             data = store.get_concatenated(worker_side.routed_experts_keys([block_hash], generation))
             rows = np.frombuffer(data, np.uint16).reshape(BLOCK, 2, 2)
-            truth = self.runner.latest[tuple(request.all_token_ids[: (index + 1) * BLOCK])]
-            np.testing.assert_array_equal(rows, np.stack(truth))
+            np.testing.assert_array_equal(rows, self.runner.kv[cached[0].block_id])
 
 
 # Few different tokens at few lengths: requests share prefixes often.
