@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from vllm.config import DeviceConfig, VllmConfig
 from vllm.distributed import parallel_state
@@ -471,6 +471,9 @@ class Engine:
                 DraftTokenIds([request.request_id for request in running], drafts)
             )
         scheduled = self.scheduler.schedule()
+        if self.spoiled and scheduled.preempted_req_ids:
+            # As in `abort()`: the release keeps the block in the prefix cache.
+            reject()
         loads = {}
         if self.setup.connector:
             loads, self.scheduler.connector.loads = self.scheduler.connector.loads, {}
