@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a prefill and a decode engine are started on one machine without a GPU."""
+"""How a prefill and a decode engine are started on one machine."""
 
 from __future__ import annotations
 
@@ -34,23 +34,25 @@ def arguments(storage: Path, role: str) -> list[str]:
     ]
 
 
-def nixl(role: str) -> tuple[list[str], dict[str, str]]:
+def nixl(role: str, device: str = "cpu") -> tuple[list[str], dict[str, str]]:
     """Arguments and variables of `vllm serve` for engines that send KV over loopback with NIXL.
 
     Args:
         role: `PREFILL` or `DECODE`.
+        device: "cpu", or "cuda" to send from the memory of one GPU to that of another.
     """
-    cores = sorted(os.sched_getaffinity(0))
     environment = {
-        # A core each: threads that wait for each other stall on a busy machine.
-        "VLLM_CPU_OMP_THREADS_BIND": str(cores[0] if role == PREFILL else cores[-1]),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(GIVEN_UP),
-        # Sockets, not shared memory. UCX refuses the loopback device.
-        "UCX_TLS": "tcp",
     }
-    return _connector("NixlConnector", role, {}, kv_buffer_device="cpu"), environment
+    if device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        # A core each: threads that wait for each other stall on a busy machine.
+        core = str(cores[0] if role == PREFILL else cores[-1])
+        # Sockets, not shared memory. UCX refuses the loopback device.
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": core, "UCX_TLS": "tcp"}
+    return _connector("NixlConnector", role, {}, kv_buffer_device=device), environment
 
 
 def wait_until_idle(server: Server, timeout_s: float = GIVEN_UP + 60) -> None:

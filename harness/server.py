@@ -122,6 +122,7 @@ class Server(Kept):
         timeout_s: float = 120.0,
         *,
         states_place: bool = True,
+        proxy: str | None = None,
         **sampling: Any,
     ) -> Answer:
         """Complete one prompt by `/inference/v1/generate`.
@@ -130,6 +131,7 @@ class Server(Kept):
             token_ids: the prompt.
             timeout_s: how long the answer may take.
             states_place: see `read_answer`.
+            proxy: URL of a proxy to ask instead of the server itself.
             **sampling: fields of `sampling_params`; greedy unless they say otherwise.
 
         Raises:
@@ -143,17 +145,20 @@ class Server(Kept):
                 "sampling_params": {"temperature": 0.0, **sampling},
             },
             timeout_s,
+            url=proxy,
         )
         return read_answer(token_ids, reply, states_place=states_place)
 
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
-        """POST JSON and read JSON.
+    def post(
+        self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0, url: str | None = None
+    ) -> Any:
+        """POST JSON and read JSON, at `url` if not at the server itself.
 
         Raises:
             ServerError: no answer in time, or a status other than 200 (the message has its text).
         """
         request = urllib.request.Request(
-            self.url + path,
+            (url or self.url) + path,
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )

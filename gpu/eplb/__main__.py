@@ -100,6 +100,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "attention_config": {"backend": "TRITON_ATTN"},
         "enable_expert_parallel": True,
         "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 1 << 30,
         "enforce_eager": args.eager,
     }
     if not args.eager:

@@ -4,7 +4,8 @@
     python -m gpu.layouts --gpus 2 --out DIR [--only tp2,dp2ep2] [--minutes 8]
 
 A cell starts the engines of a layout with a small random model, sends prompts of which two in three
-ask for rows, and compares every row with two oracles:
+ask for rows (half of them as streams, where a server answers), and compares every row with two
+oracles:
 
 - the top-k of the router logits that the ranks recorded before dispatch;
 - the rows of one GPU for the same prompts, as long as the generated tokens are equal.

@@ -61,6 +61,7 @@ class Cell:
         tokens: returned for each prompt.
         records: whether ranks record their router logits (not with CUDA graphs).
         serve: arguments of each `vllm serve`; empty for offline engines.
+        disaggregated: whether a prefill and a decode engine serve behind a proxy, joined by NIXL.
         hosts: the host counts (GPUs) whose default run has the cell.
         note: for the table.
     """
@@ -73,6 +74,7 @@ class Cell:
     tokens: int = 24
     records: bool = True
     serve: tuple[tuple[str, ...], ...] = ()
+    disaggregated: bool = False
     hosts: tuple[int, ...] = (2, 4)
     note: str = ""
 
@@ -131,6 +133,13 @@ CELLS: dict[str, Cell] = {
         dtype="bfloat16",
         hosts=(2,),
         note="TP2, decode context parallel 2",
+    ),
+    "pd": Cell(
+        2,
+        serve=((), ()),
+        disaggregated=True,
+        hosts=(2,),
+        note="a prefill and a decode engine behind the proxy, KV over NIXL",
     ),
     "dp2": Cell(2, dp=2, hosts=(2,), note="DP2 without EP"),
     "ray2": Cell(2, tp(2, distributed_executor_backend="ray"), hosts=(2,), note="TP2, Ray"),

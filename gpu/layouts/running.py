@@ -14,11 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from examples import proxy
+from examples.client import Completion, generate
 from gpu.layouts.answers import Failed, save_answer
 from gpu.layouts.cells import OPTIONS, Cell, asks, make_model, make_prompts
-from harness import hosts
+from harness import disaggregated, hosts
 from harness.process import Kept
-from harness.server import Server, ServerError
+from harness.server import Answer, Server, ServerError
 
 # Each is the first of 64 ports for one cell.
 PORTS = itertools.count(21000, 64)
@@ -71,6 +73,11 @@ def run_cell(
         options |= {"load_format": "dummy", "dtype": "bfloat16"}
     if cell.records:
         options["worker_extension_cls"] = "harness.recorder.Recorder"
+    if options.get("distributed_executor_backend") == "ray":
+        import ray
+
+        # The address by which Ray knows the node.
+        environment["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
     if cell.serve:
         run_servers(cell, model, options, environment, scratch, limit_s)
         return
@@ -145,14 +152,21 @@ def run_servers(
             arguments.append(f"{flag}={value}")
     rpc = [f"--data-parallel-rpc-port={next(PORTS)}", "--data-parallel-address=127.0.0.1"]
     servers: list[Server] = []
+    front: str | None = None
     prompts = make_prompts()
 
     def start(number: int) -> Server:
-        more, own = [], {}
-        if len(cell.serve) > 1:
+        more: list[str] = []
+        own: dict[str, str] = {}
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+        if cell.disaggregated:
+            role = (disaggregated.PREFILL, disaggregated.DECODE)[number]
+            more, own = disaggregated.nixl(role, "cuda" if visible else "cpu")
+        elif len(cell.serve) > 1:
             more = rpc
-            visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            own = {"CUDA_VISIBLE_DEVICES": visible[number % len(visible)]}
+        if len(cell.serve) > 1:
+            gpus = visible.split(",")
+            own["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         server = Server(
             model,
             scratch / f"server-{number}.log",
@@ -164,19 +178,15 @@ def run_servers(
 
     def ask(index: int) -> None:
         server = servers[index % len(servers)]
-        answer = server.generate(
-            prompts[index],
-            max_tokens=cell.tokens,
-            ignore_eos=True,
-            return_routed_experts=asks(index),
-        )
+        sampling = {"temperature": 0.0, "max_tokens": cell.tokens, "ignore_eos": True}
+        answer: Answer | Completion
+        if asks(index) and index % 2:
+            (answer,) = generate(front or server.url, prompts[index], sampling, stream=True)
+        else:
+            sampling["return_routed_experts"] = asks(index)
+            answer = server.generate(prompts[index], proxy=front, **sampling)
         save_answer(
-            scratch,
-            index,
-            list(answer.token_ids),
-            answer.rows,
-            answer.start,
-            list(answer.moe_layers),
+            scratch, index, list(answer.token_ids), answer.rows, answer.start, answer.moe_layers
         )
 
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -188,6 +198,8 @@ def run_servers(
             for future in starting:
                 servers.append(future.result())
                 stack.callback(servers[-1].stop)
+            if cell.disaggregated:
+                front = stack.enter_context(proxy.running(*(server.url for server in servers)))
             for server in servers:
                 server.post("/collective_rpc", {"method": "record_start"})
             list(pool.map(ask, range(len(prompts))))

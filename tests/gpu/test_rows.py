@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {
     "enable_return_routed_experts": True,
     "routed_experts_opt_in": True,
     "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 1 << 30,
     "seed": 0,
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
 }
