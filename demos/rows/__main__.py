@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -34,7 +35,7 @@ CHUNK = 64  # tokens per engine step: longer prompts are prefilled in pieces
 MOST_TOLD = 5  # disagreements named one by one
 
 # Greedy, with a penalty: a random model would repeat one token forever.
-SAMPLING = {"temperature": 0.0, "ignore_eos": True, "repetition_penalty": 1.3}
+SAMPLING: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "repetition_penalty": 1.3}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
