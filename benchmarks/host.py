@@ -43,15 +43,13 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from benchmarks.builds import ROOT, Build, Variant
-from benchmarks.common import command, table, tell
+from benchmarks.common import command, tell
 from benchmarks.host_engine import (
     BLOCK,
     EXPERTS,
     LAYERS,
-    PARTS,
     PROCESSES,
     TOP_K,
-    WAYS,
     Core,
     Engine,
     Load,
@@ -59,17 +57,17 @@ from benchmarks.host_engine import (
     make_requests,
     peak_memory,
 )
+from benchmarks.host_report import (
+    KINDS,
+    LABELS,
+    budget_text,
+    groups_text,
+    parts_text,
+    profile_text,
+)
 from benchmarks.paired import ENOUGH_PAIRS, compare
 
-# What an engine does: whether it is prepared to return rows, and which requests ask for them.
-KINDS = {
-    "off": "the flag is off",
-    "silent": "the flag is on and nobody asks",
-    "one": "one request asks",
-    "all": "all requests ask",
-}
 PRISTINE = ROOT / "build/v0.20.2/pristine/site"
-LABELS = {**{part: (part,) for part in PARTS}, **WAYS, "all": PARTS}
 # Each load with the kinds of engines that take turns, each compared with the one before it. Two of
 # one kind show how much engines differ that do the same.
 DECODE: dict[Load, tuple[str, ...]] = {
@@ -87,20 +85,6 @@ GROUPS = [
 # What is profiled: files that the series adds, in engines that run alone.
 PROFILED = {"one asks": "one", "decode": "all", "drafts": "all"}
 ADDED_FILES = ("routed_experts", "paged_rows", "request_slots")
-# Load, label, unit, and what it may cost.
-BUDGETS: dict[tuple[str, str, str], tuple[str, float]] = {
-    ("decode", "all", "scheduler"): ("ms", 0.8),
-    ("decode", "all", "to the front end"): ("ms", 0.8),
-    ("drafts", "all", "scheduler"): ("ms", 1.5),
-    ("few", "silent", "scheduler"): ("µs", 2),
-    ("one asks", "one", "scheduler"): ("µs", 30),
-    ("one asks", "one", "to the front end"): ("µs", 30),
-    ("worker", "one", "take_rows"): ("µs", 30),
-    ("group of 64", "all", "longest step"): ("ms", 50),
-    ("group of 64", "all", "peak memory"): ("MB", 16),
-    ("group of 256", "all", "longest step"): ("ms", 100),
-    ("group of 256", "all", "peak memory"): ("MB", 32),
-}
 
 
 def take_turns(load: Load, engines: Sequence[Engine | RemoteEngine]) -> None:
@@ -272,18 +256,6 @@ def profile(load: Load, kind: str) -> dict[str, Any]:
     return {"load": load.name, "what": str(load), "kind": kind, "functions": functions}
 
 
-def profile_text(record: dict[str, Any], most: int = 10) -> str:
-    functions = sorted(record["functions"].items(), key=lambda item: -item[1][1])
-    rows = [
-        [f"`{name}`", f"{calls:.1f}", f"{own:.0f}", f"{total:.0f}"]
-        for name, (calls, own, total) in functions[:most]
-    ]
-    own = sum(values[1] for _, values in functions)
-    rows.append(["**all functions**", "", f"**{own:.0f}**", ""])
-    head = ["Function", "Calls a step", "µs a step, without what it calls", "with"]
-    return f"### {record['what']}: {KINDS[record['kind']]}\n\n" + table(head, rows)
-
-
 def measure_worker(requests: int, rounds: int = 40, calls: int = 50) -> dict[str, Any]:
     """Microseconds of `take_rows()` and of what makes lists of its rows, with one row a request."""
     torch.set_num_threads(1)
@@ -318,79 +290,6 @@ def measure_worker(requests: int, rounds: int = 40, calls: int = 50) -> dict[str
                         taken.to_cpu_nonblocking().tolists()
             seconds[kind].append((time.thread_time() - begin) / calls)
     return {"load": "worker", **{kind: 1e6 * float(np.median(s)) for kind, s in seconds.items()}}
-
-
-def find_figure(records: list[dict[str, Any]], load: str, kind: str, label: str) -> float | None:
-    """A figure of the budget, in its unit; None if there were too few rounds."""
-    for record in records:
-        if record["load"] != load or record.get("kind", kind) != kind:
-            continue
-        if label == "take_rows":
-            return record[kind] - record["silent"]
-        if label == "longest step":
-            return record["all"]["longest"]
-        if label == "peak memory":
-            return record["peak"][1] - record["peak"][0]
-        if record[label]["average"] is None:
-            return None
-        unit, _ = BUDGETS[load, kind, label]
-        return record[label]["more"] * (1000 if unit == "µs" else 1)
-    raise KeyError((load, kind, label))
-
-
-def budget_text(records: list[dict[str, Any]]) -> str:
-    what = {record["load"]: record.get("what", "1,024 requests") for record in records}
-    rows = []
-    for (load, kind, label), (unit, budget) in BUDGETS.items():
-        figure = find_figure(records, load, kind, label)
-        shown = "too few rounds" if figure is None else f"**{figure:.3g} {unit}**"
-        rows.append([what[load], KINDS[kind], label, shown, f"{budget:g} {unit}"])
-    return table(["Load", "Who asks", "What", "More", "To reach"], rows)
-
-
-def parts_text(record: dict[str, Any]) -> str:
-    head = ["Part", "Before", "With", "More", "On average", "99th percentile", "The last step"]
-    rows = []
-    for label in LABELS:
-        if (row := record.get(label)) is None:
-            continue
-        strong = "" if label in PARTS else "**"
-        average = "too few rounds"
-        if row["average"] is not None:
-            average = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["average"])
-        rows.append(
-            [
-                f"{strong}{label}{strong}",
-                f"{row['base']:.3f}",
-                f"{row['other']:.3f}",
-                f"{strong}{row['more']:+.3f}{strong}",
-                average,
-                *("{:.2f}, {:.2f}".format(*row[key]) for key in ("p99", "last")),
-            ]
-        )
-    base, kind = (KINDS.get(record[key], record[key]) for key in ("base", "kind"))
-    heading = f"## {record['what']}: {kind}; before: {base}"
-    return f"{heading}\n\n{record['steps']} steps.\n\n" + table(head, rows)
-
-
-def groups_text(records: list[dict[str, Any]]) -> str:
-    head = ["Load", "Part", "That step, silent", "Longest step, more", "Worst group"]
-    rows = []
-    for record in records:
-        for label in LABELS:
-            row = record[label]
-            longest = "too few rounds" if row["longest"] is None else f"{row['longest']:+.2f}"
-            rows.append(
-                [record["what"], label, f"{row['silent']:.2f}", longest, f"{row['worst']:+.2f}"]
-            )
-    peaks = [
-        "{}: {:.1f} MB, when all ask {:.1f} MB.".format(record["what"], *record["peak"])
-        for record in records
-    ]
-    return (
-        "## Groups with one prompt\n\n" + table(head, rows) + "\nPeak memory of scheduler and "
-        "messages on top of the idle scheduler's:\n\n" + "\n".join(f"- {peak}" for peak in peaks)
-    )
 
 
 def main() -> int:

@@ -8,12 +8,13 @@ import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
 from benchmarks.paired import Estimate, compare
+from benchmarks.plot import draw
 
 Record = dict[str, Any]
 # An engine's name and a mode.
@@ -372,32 +373,6 @@ def report_text(records: Sequence[Record]) -> str:
             f"{statistics.median(clocks):,.0f}; power up to {watts[-1]} W.\n"
         )
     return "\n".join(parts)
-
-
-def draw(found: Sequence[Comparison], out: Path) -> None:
-    """A picture of what has an interval, load by load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    decided = [c for c in found if c.seconds.percent is not None]
-    figure, axis = plt.subplots(figsize=(8, 1 + 0.3 * len(decided)))
-    colors = {load: f"C{i}" for i, load in enumerate({c.load: None for c in decided})}
-    for y, c in enumerate(decided):
-        percent, low, high = astuple(c.seconds)[1:]
-        axis.errorbar(
-            percent, y, xerr=[[percent - low], [high - percent]], fmt="o", color=colors[c.load]
-        )
-        if c.target is not None:
-            axis.plot(c.target, y, "|", color="black", markersize=12)
-    axis.set_yticks(range(len(decided)), [f"{c.load}: {c.label} / {c.reference}" for c in decided])
-    axis.invert_yaxis()
-    axis.axvline(0, color="grey", linewidth=1)
-    axis.set_xlabel("% more time, 95 % interval; bars: what it may cost")
-    axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(out, dpi=110)
 
 
 def write_report(records: Sequence[Record], out: Path) -> str:

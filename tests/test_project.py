@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.real import PROJECT
+from tools.common.pin import DEFAULT_LINE
 
 ROOT = PROJECT.root
 PROSE = [
@@ -154,6 +155,14 @@ def test_files_named_in_prose_exist() -> None:
                 assert (ROOT / name).parent.joinpath(link).exists(), f"{name} links {link}"
 
 
+def test_patch_that_contributing_edits_is_in_the_series() -> None:
+    (words,) = re.findall(r"--fixup=':/([^']+)'", read("CONTRIBUTING.md"))
+    patches = (ROOT / f"patches/{DEFAULT_LINE}").glob("*.patch")
+    # A long subject goes on in the next line.
+    subjects = [p.read_text().partition("\n\n")[0].replace("\n ", " ") for p in patches]
+    assert any(words in subject for subject in subjects)
+
+
 def test_ci_runs_the_test_command_and_nothing_else() -> None:
     script = [line for line in read(".ci/run").splitlines() if line and not line.startswith("#")]
     assert [line.split()[0] for line in script] == ["set", "cd", "exec"]
@@ -255,6 +264,12 @@ def test_no_committed_file_names_a_registry_or_a_place_on_this_machine() -> None
     for name, text in texts([n for n in committed() if not n.endswith(".patch")]).items():
         for word in registries() + places:
             assert word not in text, f"{name} names {word}"
+
+
+def test_no_module_outside_the_tests_has_over_400_lines() -> None:
+    modules = [n for n in committed() if n.endswith(".py") and not n.startswith("tests/")]
+    lengths = {name: read(name).count("\n") for name in modules}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
 def test_digests_of_the_pin_stand_in_one_file() -> None:
