@@ -189,6 +189,12 @@ def test_an_error_in_a_file_that_the_patch_does_not_touch_counts(series: Toy) ->
     assert "vllm/wrong.py" not in bad[TYPES].details
 
 
+def test_missing_stubs_are_no_error_of_a_patch(series: Toy) -> None:
+    series.commit("[Core] Ask", {"vllm/ask.py": f"{HEADER}import requests\n"})
+    (found,) = checked(series, TYPES)
+    assert found[TYPES].said == "no error"
+
+
 @pytest.mark.parametrize(("lowest", "said"), [("3.10", "1 errors"), ("3.11", "no error")])
 def test_the_lowest_python_is_the_one_that_vllm_checks(series: Toy, lowest: str, said: str) -> None:
     config = f'entry: python tools/pre_commit/mypy.py 0 "{lowest}"\n'
