@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what rows cost the host on the line v0.33.0, beside the release itself.
 
-    make venv ON=v0.33.0 && make demo-pristine ON=v0.33.0    # builds the release
+    make install ON=v0.33.0
+    make demo-pristine ON=v0.33.0    # builds the release; the demo fails, as it must
     .venv-v0.33.0/bin/python -m benchmarks.host_v0_33_0 --out benchmarks/results/v0.33.0/host-cpu.md
 
 It needs no GPU. Scheduler, both sides of the connector and message encoding of the installed series

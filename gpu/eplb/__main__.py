@@ -240,9 +240,7 @@ def compare(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     }
 
 
-def judge(
-    args: argparse.Namespace, on: list[dict[str, Any]], compared: list[dict[str, Any]]
-) -> Any:
+def judge(on: list[dict[str, Any]], compared: list[dict[str, Any]]) -> Any:
     """The conditions, by name, and whether each holds."""
     verdict = {
         "outputs equal": all(c["equal_sequences"] >= LEAST_EQUAL_SEQUENCES for c in compared),
@@ -308,7 +306,7 @@ def main() -> int:
             break
     else:
         result["compared"] = [compare(args, rank) for rank in range(WORLD_SIZE)]
-        result["verdict"] = judge(args, result["on"], result["compared"])
+        result["verdict"] = judge(result["on"], result["compared"])
     result["good"] = all(result.get("verdict", {"ran": False}).values())
     (args.out / "result.json").write_text(json.dumps(result, indent=1))
     told = {k: result.get(k) for k in ("compared", "verdict", "good")}

@@ -8,11 +8,9 @@ ask for rows (half of them as streams, where a server answers), and compares eve
 oracles:
 
 - the top-k of the router logits that the ranks recorded before dispatch;
-- the rows of one GPU for the same prompts, as long as the generated tokens are equal.
-Floating-point
-  noise may change a close decision, and with it later layers and positions. Each first difference
-  must have a margin (k-th minus (k+1)-th logit on one GPU) below `MARGIN`. Logits range over more
-  than +-10.
+- the rows of one GPU for the same prompts, as long as the generated tokens are equal. Rounding may
+  change a close decision, and with it later layers and positions. Each first difference must have a
+  margin (k-th minus (k+1)-th logit on one GPU) below `MARGIN`. Logits range over more than +-10.
 
 A finished cell is one line of `cells.jsonl`; a second run skips cells that passed. Cells that the
 host cannot run (too few GPUs, no Ray, no time left) are "unverified". `layouts.md` is the table of
