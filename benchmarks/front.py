@@ -44,8 +44,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Failure, command, table
-from benchmarks.paired import ENOUGH_PAIRS
 from harness.checkpoint import make_checkpoint
+from harness.paired import ENOUGH_PAIRS
 from harness.process import QUIET
 from harness.server import decode_rows
 

@@ -65,7 +65,7 @@ from benchmarks.host_report import (
     parts_text,
     profile_text,
 )
-from benchmarks.paired import ENOUGH_PAIRS, compare
+from harness.paired import ENOUGH_PAIRS, compare
 
 PRISTINE = ROOT / "build/v0.20.2/pristine/site"
 # Each load with the kinds of engines that take turns, each compared with the one before it. Two of

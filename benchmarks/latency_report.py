@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Records, table
-from benchmarks.paired import compare
+from harness.paired import compare
 
 # Chunks of each stream before the burst: the first are skipped, then these are measured.
 SKIPPED, ALONE = 8, 24

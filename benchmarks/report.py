@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
-from benchmarks.paired import Estimate, compare
 from benchmarks.plot import draw
+from harness.paired import Estimate, compare
 
 Record = dict[str, Any]
 # An engine's name and a mode.
@@ -81,10 +81,11 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
     With the same build's `off`; `all` and `tenth` with `silent` of their own engine; other builds'
-    `off` with the first one's.
+    `off` with the first one's, and their `on` with the first one's `all`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
     first_off = next((off[e["build"]] for e in engines if e["build"] in off), None)
+    first_all = next(((e["name"], "all") for e in engines if "all" in modes[e["name"]]), None)
     found = []
     for engine in engines:
         for mode in modes[engine["name"]]:
@@ -94,6 +95,8 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
                 found.append((label, reference))
             if engine["flag"] == "off" and reference == label and first_off not in (None, label):
                 found.append((label, first_off))
+            if mode == "on" and first_all:
+                found.append((label, first_all))
             if mode in ("tenth", "all") and "silent" in modes[engine["name"]]:
                 found.append((label, (engine["name"], "silent")))
     return found

@@ -31,11 +31,11 @@ import httpx
 import numpy as np
 
 from benchmarks.common import Failure, command, table
-from benchmarks.paired import ENOUGH_PAIRS
 from examples.client import PATH, Completion, join
 from examples.clients.turns import join_turns
 from harness.checkpoint import make_checkpoint
 from harness.lines import FIRST, LINES
+from harness.paired import ENOUGH_PAIRS
 from harness.server import Server, ServerError
 
 LAYERS, TOP_K = 16, 8

@@ -14,6 +14,9 @@ the memory of processes and GPUs. Then come the faults: five times 64 requests t
 step, and, where the build supports it, every copy of rows to the host delayed by 20 ms. The record
 is rewritten every few seconds, so that a killed run keeps its data. It also runs with the pristine
 release; `--flag off` runs either build without the feature.
+
+With `--flag opt-in`, the load comes in pairs of turns of the same 128 requests: nobody asks in one
+turn, everybody in the other. The report has by how much longer the turns are in which they ask.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import Any
 from gpu.soak.engine import FAULT_SECONDS, UNFINISHED
 from gpu.soak.plot import plot
 from harness.hosts import data_parallel, environment
+from harness.paired import compare
 from harness.process import Kept
 from harness.shapes import GPT_OSS, QWEN3_30B_A3B
 
@@ -74,11 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
             "max_num_seqs": 128,
             "enable_prefix_caching": False,
             # More than the load needs. The pinned release's shared memory grows with it.
-            "kv_cache_memory_bytes": 8 << 30,
+            "kv_cache_memory_bytes": arguments.kv_gib << 30,
             "gpu_memory_utilization": 0.5,
             "tensor_parallel_size": arguments.tp,
             "enable_expert_parallel": arguments.gpus > 1,
-            "enable_return_routed_experts": arguments.flag == "on",
+            "enable_return_routed_experts": arguments.flag != "off",
+            **({"routed_experts_opt_in": True} if arguments.flag == "opt-in" else {}),
             "worker_extension_cls": "gpu.soak.faults.Faults",
             "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128]},
             "seed": 0,
@@ -121,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
                     "seconds": 60 * arguments.minutes,
                     "vocabulary": config["vocab_size"],
                     "flag": arguments.flag,
+                    "asks": arguments.flag != "off",
                 }
                 spec_file = scratch / f"spec-{rank}.json"
                 spec_file.write_text(json.dumps(spec))
@@ -161,6 +167,9 @@ def collect(record: dict[str, Any], scratch: Path, count: int) -> None:
         summary = {}
         with contextlib.suppress(OSError, ValueError):
             summary = json.loads((scratch / f"summary-{rank}.json").read_text())
+        if turns := summary.get("turns"):
+            times = {name: [turn[name] for turn in turns] for name in ("all", "silent")}
+            summary["asking_costs"] = str(compare(times["all"], times["silent"]))
         ranks.append({"summary": summary, "seconds": seconds})
     record["ranks"] = ranks
 
@@ -170,11 +179,12 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     runs = verbs.add_parser("run", help="one build, one model")
     runs.add_argument("--build-label", required=True, help="for the record, e.g. pristine")
-    runs.add_argument("--flag", choices=["on", "off"], default="on")
+    runs.add_argument("--flag", choices=["on", "off", "opt-in"], default="on")
     runs.add_argument("--model", choices=["qwen3", "gptoss", "tiny"], default="qwen3")
     runs.add_argument("--gpus", type=int, default=2)
     runs.add_argument("--tp", type=int, default=1, help="GPUs of each engine")
     runs.add_argument("--layers", type=int, default=12)
+    runs.add_argument("--kv-gib", type=int, default=8, help="KV cache of each GPU")
     runs.add_argument("--minutes", type=float, default=5.0, help="of load, faults come on top")
     runs.add_argument("--limit-minutes", type=float, help="of everything; what is there is kept")
     runs.add_argument("--out", type=Path, required=True, help="folder for the record")

@@ -22,6 +22,8 @@ WAVE = 64
 WAVES = 5
 DELAY_MS = 20.0
 FAULT_SECONDS = 15.0
+# Requests of a turn, with `--flag opt-in`.
+TURN = 96
 
 
 class Load:
@@ -39,6 +41,8 @@ class Load:
         self.gaps: list[float] = []
         self.finished = self.tokens = self.steps = self.rows = self.bad = 0
         self.wanted: dict[str, int] = {}
+        # Whether those that are added get rows, with `--flag opt-in`.
+        self.asks = True
 
     def add(self, prompt_len: int, output_len: int) -> None:
         from vllm import SamplingParams
@@ -46,6 +50,7 @@ class Load:
 
         name = str(self.number)
         self.number += 1
+        opt_in = self.spec["flag"] == "opt-in"
         self.engine.add_request(
             name,
             {
@@ -59,6 +64,7 @@ class Load:
                 max_tokens=output_len,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                **({"return_routed_experts": self.asks} if opt_in else {}),
             ),
         )
         self.wanted[name] = prompt_len + output_len - 1
@@ -84,7 +90,9 @@ class Load:
             rows = completion.routed_experts
             if rows is not None:
                 self.rows += len(rows)
-            if self.spec["flag"] == "on" and (rows is None or len(rows) != wanted):
+            if not self.spec["asks"]:
+                continue
+            if (len(rows) if rows is not None else 0) != (wanted if self.asks else 0):
                 self.bad += 1
 
     def drain(self) -> None:
@@ -145,7 +153,16 @@ def meet(scratch: Path, name: str, spec: dict[str, Any]) -> None:
         time.sleep(0.02)
 
 
+def go_on(scratch: Path, number: int, spec: dict[str, Any], wants: bool) -> bool:
+    """What the first rank wants."""
+    if spec["rank"] == 0:
+        (scratch / f"{'go' if wants else 'stop'}{number}").touch()
+    meet(scratch, f"asked{number}", spec)
+    return (scratch / f"go{number}").exists()
+
+
 def run_engine(spec: dict[str, Any]) -> None:
+    import numpy as np
     from vllm import LLM
 
     scratch, rank = Path(spec["scratch"]), spec["rank"]
@@ -186,7 +203,41 @@ def run_engine(spec: dict[str, Any]) -> None:
         }
         (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
 
-    run_for(spec["seconds"], "load")
+    def run_turn(number: int, asks: bool) -> float:
+        """The same requests for each turn of a number; returns how long they took."""
+        load.drain()
+        meet(scratch, f"turn{number}-{asks}", spec)
+        load.rng = np.random.default_rng([rank, number])
+        load.asks = asks
+        load.begin()
+        began = time.monotonic()
+        for _ in range(TURN):
+            while len(load.wanted) >= UNFINISHED:
+                load.step()
+            load.add(512, 128)
+        load.drain()
+        return time.monotonic() - began
+
+    def run_turns(seconds: float) -> None:
+        """Pairs of turns, of which nobody asks in one and everybody in the other."""
+        pairs: list[dict[str, float]] = []
+        deadline = time.monotonic() + seconds
+        number = 0
+        # The first rank decides, so that all ranks run as many.
+        while go_on(scratch, number, spec, time.monotonic() < deadline):
+            order = (False, True) if number % 2 else (True, False)
+            took = {asks: run_turn(number, asks) for asks in order}
+            if number > 0:  # The first one warms up.
+                pairs.append({"silent": round(took[False], 4), "all": round(took[True], 4)})
+            summary["turns"] = pairs
+            (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
+            number += 1
+        load.asks = True
+
+    if spec["flag"] == "opt-in":
+        run_turns(spec["seconds"])
+    else:
+        run_for(spec["seconds"], "load")
     phase[0] = "drain"
     load.drain()
     meet(scratch, "drained", spec)
@@ -207,7 +258,7 @@ def run_engine(spec: dict[str, Any]) -> None:
         )
         meet(scratch, f"wave{number}", spec)
     summary["waves"] = waves
-    if spec["flag"] == "on" and all(llm.collective_rpc("delay_copies", args=(DELAY_MS,))):
+    if spec["asks"] and all(llm.collective_rpc("delay_copies", args=(DELAY_MS,))):
         meet(scratch, "delayed", spec)
         phase[0] = "late copies"
         run_for(FAULT_SECONDS, "late_copies")

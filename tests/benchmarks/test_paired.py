@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks.paired import Estimate, compare, critical_rank
+from harness.paired import Estimate, compare, critical_rank
 
 
 # Tables of the signed-rank test, two-sided, 5 %.

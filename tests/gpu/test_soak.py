@@ -64,3 +64,11 @@ def test_gpus_that_cannot_be_shared_out_are_refused(
     with pytest.raises(SystemExit):
         soak.main()
     assert "4 GPUs are not engines of 3 each" in capsys.readouterr().err
+
+
+def test_report_compares_turns_of_the_same_requests(tmp_path: Path) -> None:
+    turns = [{"silent": 1.0, "all": 1.02} for _ in range(8)]
+    (tmp_path / "summary-0.json").write_text(json.dumps({"turns": turns}))
+    record: dict[str, Any] = {}
+    soak.collect(record, tmp_path, 1)
+    assert record["ranks"][0]["summary"]["asking_costs"] == "+2.00 % [+2.00, +2.00]"
