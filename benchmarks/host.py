@@ -324,7 +324,8 @@ def main() -> int:
             f"{vllm.__version__}, Python {platform.python_version()}. Milliseconds of processor "
             'time a step. "More" is the median over the decode steps of the difference at the same '
             'step; "on average" is over rounds of a block\'s steps, in which every request fills '
-            "a block, with its 95 % interval; two values are before, with."
+            "a block, with its 95 % interval; it includes the first touch of each page's memory, "
+            "which a server pays once. Two values are before, with."
             + ("" if builds else " Pristine vLLM was not there to be measured.")
             + "\n\n"
             + text
