@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from vllm.config import DeviceConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -48,6 +48,8 @@ from tests.property.sequence import VOCABULARY, propose, true_row
 BLOCK = 4
 MAX_LEN = 48
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "300"))
+# Seed of the random cases. Without it, every run has the same ones.
+SEED = os.environ.get("PROPERTY_SEED")
 
 
 @dataclass(frozen=True)
@@ -535,6 +537,8 @@ def test_every_request_gets_exactly_its_rows(setup: Setup, examples: int) -> Non
         engine.drain()
         engine.check()
 
+    if SEED is not None:
+        interleave = seed(int(SEED))(interleave)
     interleave()
 
 
