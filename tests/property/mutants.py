@@ -221,12 +221,6 @@ MUTANTS = [
         "        part_begins[:] = begins[chosen]\n",
     ),
     Mutant(
-        "request without rows read behind its table",
-        ROWS,
-        "        self._widen(int(indices.max()) + 1)  # A slot without rows may have no page.\n",
-        "",
-    ),
-    Mutant(
         "slice goes on in another array",
         ROWS,
         "        follows &= ~np.isin(offsets[1:], cuts)\n",
