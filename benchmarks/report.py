@@ -81,7 +81,7 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
     With the same build's `off`; `all` and `tenth` with `silent` of their own engine; other builds'
-    `off` with the first one's, and their `on` with the first one's `all`.
+    `off` with the first one's; `on` with the first `all`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
     first_off = next((off[e["build"]] for e in engines if e["build"] in off), None)

@@ -15,8 +15,8 @@ step, and, where the build supports it, every copy of rows to the host delayed b
 is rewritten every few seconds, so that a killed run keeps its data. It also runs with the pristine
 release; `--flag off` runs either build without the feature.
 
-With `--flag opt-in`, the load comes in pairs of turns of the same 128 requests: nobody asks in one
-turn, everybody in the other. The report has by how much longer the turns are in which they ask.
+With `--flag opt-in`, the load comes in pairs of turns of the same 96 requests of 512 tokens in, 128
+out: nobody asks in one turn, everybody in the other. The report says how much longer these are.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             "max_num_seqs": 128,
             "enable_prefix_caching": False,
             # More than the load needs. The pinned release's shared memory grows with it.
-            "kv_cache_memory_bytes": arguments.kv_gib << 30,
+            "kv_cache_memory_bytes": 8 << 30,
             "gpu_memory_utilization": 0.5,
             "tensor_parallel_size": arguments.tp,
             "enable_expert_parallel": arguments.gpus > 1,
@@ -184,7 +184,6 @@ def main() -> int:
     runs.add_argument("--gpus", type=int, default=2)
     runs.add_argument("--tp", type=int, default=1, help="GPUs of each engine")
     runs.add_argument("--layers", type=int, default=12)
-    runs.add_argument("--kv-gib", type=int, default=8, help="KV cache of each GPU")
     runs.add_argument("--minutes", type=float, default=5.0, help="of load, faults come on top")
     runs.add_argument("--limit-minutes", type=float, help="of everything; what is there is kept")
     runs.add_argument("--out", type=Path, required=True, help="folder for the record")

@@ -22,8 +22,6 @@ WAVE = 64
 WAVES = 5
 DELAY_MS = 20.0
 FAULT_SECONDS = 15.0
-# Requests of a turn, with `--flag opt-in`.
-TURN = 96
 
 
 class Load:
@@ -155,8 +153,8 @@ def meet(scratch: Path, name: str, spec: dict[str, Any]) -> None:
 
 def go_on(scratch: Path, number: int, spec: dict[str, Any], wants: bool) -> bool:
     """What the first rank wants."""
-    if spec["rank"] == 0:
-        (scratch / f"{'go' if wants else 'stop'}{number}").touch()
+    if spec["rank"] == 0 and wants:
+        (scratch / f"go{number}").touch()
     meet(scratch, f"asked{number}", spec)
     return (scratch / f"go{number}").exists()
 
@@ -205,15 +203,12 @@ def run_engine(spec: dict[str, Any]) -> None:
 
     def run_turn(number: int, asks: bool) -> float:
         """The same requests for each turn of a number; returns how long they took."""
-        load.drain()
         meet(scratch, f"turn{number}-{asks}", spec)
         load.rng = np.random.default_rng([rank, number])
         load.asks = asks
         load.begin()
         began = time.monotonic()
-        for _ in range(TURN):
-            while len(load.wanted) >= UNFINISHED:
-                load.step()
+        for _ in range(UNFINISHED):
             load.add(512, 128)
         load.drain()
         return time.monotonic() - began

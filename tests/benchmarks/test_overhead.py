@@ -11,7 +11,7 @@ from benchmarks.builds import Build, Variant, read_builds, read_variants
 from benchmarks.common import Failure, Records
 from benchmarks.loads import LOADS, TINY_LOADS, Load
 from benchmarks.overhead import read_arguments, turns_of
-from benchmarks.report import comparisons, report_text, write_report
+from benchmarks.report import comparisons, pairs_to_compare, report_text, write_report
 
 SETUP = {
     "model": "tiny",
@@ -84,6 +84,15 @@ def test_one_request_has_no_tenth() -> None:
     modes = ["silent", "tenth", "all"]
     turns = turns_of([OPT_IN], LOADS["single"], modes, "single", 0)
     assert sorted(turns) == [(0, "all"), (0, "silent")]
+
+
+def test_another_builds_capture_is_compared_with_everybody_asking() -> None:
+    engines = [
+        {"name": "ours opt-in", "build": "ours", "flag": "opt-in"},
+        {"name": "release on", "build": "release", "flag": "on"},
+    ]
+    pairs = pairs_to_compare(engines, {"ours opt-in": ["all"], "release on": ["on"]})
+    assert pairs == [(("release on", "on"), ("ours opt-in", "all"))]
 
 
 @pytest.mark.parametrize(("mode", "asking"), [("silent", 0), ("tenth", 12), ("all", 128)])
