@@ -88,6 +88,7 @@ SERVE_DP = ("--data-parallel-size=2", "--enable-expert-parallel")
 CELLS: dict[str, Cell] = {
     "one": Cell(1, hosts=(1, 2, 4, 8), note="one GPU, the reference"),
     "one-bf16": Cell(1, dtype="bfloat16", hosts=(1, 2, 4, 8), note="one GPU"),
+    "one-gptoss": Cell(1, model="gptoss", hosts=(1,), note="one GPU, gpt-oss, MXFP4"),
     "dp2ep2": Cell(2, EP, dp=2, note="DP2+EP2, engines joined by VLLM_DP_*"),
     "tp2": Cell(2, tp(2), hosts=(2,), note="TP2"),
     "sp": Cell(4, tp(2, **EP), dp=2, hosts=(4,), note="TP2xDP2+EP4: sequence parallel MoE"),

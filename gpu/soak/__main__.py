@@ -16,7 +16,8 @@ is rewritten every few seconds, so that a killed run keeps its data. It also run
 release; `--flag off` runs either build without the feature.
 
 With `--flag opt-in`, the load comes in pairs of turns of the same 96 requests of 512 tokens in, 128
-out: nobody asks in one turn, everybody in the other. The report says how much longer these are.
+out: nobody asks in one turn, everybody in the other. The report says how much longer turns and
+their median steps are if everybody asks.
 """
 
 from __future__ import annotations
@@ -168,8 +169,10 @@ def collect(record: dict[str, Any], scratch: Path, count: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             summary = json.loads((scratch / f"summary-{rank}.json").read_text())
         if turns := summary.get("turns"):
-            times = {name: [turn[name] for turn in turns] for name in ("all", "silent")}
-            summary["asking_costs"] = str(compare(times["all"], times["silent"]))
+            summary["asking_costs"] = {
+                name: str(compare(turns[f"all_{unit}"], turns[f"silent_{unit}"]))
+                for name, unit in (("turns", "s"), ("steps", "step_ms"))
+            }
         ranks.append({"summary": summary, "seconds": seconds})
     record["ranks"] = ranks
 

@@ -6,6 +6,7 @@ python -m gpu.soak.engine SPEC.json
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import statistics
@@ -201,30 +202,36 @@ def run_engine(spec: dict[str, Any]) -> None:
         }
         (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
 
-    def run_turn(number: int, asks: bool) -> float:
-        """The same requests for each turn of a number; returns how long they took."""
-        meet(scratch, f"turn{number}-{asks}", spec)
+    def run_turn(number: int, asks: bool) -> tuple[float, float]:
+        """The same requests for each turn of a number; returns how long they took, and the median
+        step, in seconds."""
         load.rng = np.random.default_rng([rank, number])
         load.asks = asks
-        load.begin()
-        began = time.monotonic()
+        # How fast requests come in would decide which of them share the first steps.
+        llm.sleep(level=0)
         for _ in range(UNFINISHED):
             load.add(512, 128)
+        meet(scratch, f"turn{number}-{asks}", spec)
+        load.begin()
+        began = load.last_step
+        llm.wake_up(tags=["scheduling"])
         load.drain()
-        return time.monotonic() - began
+        return load.last_step - began, statistics.median(load.gaps)
 
     def run_turns(seconds: float) -> None:
         """Pairs of turns, of which nobody asks in one and everybody in the other."""
-        pairs: list[dict[str, float]] = []
+        times: dict[str, list[float]] = collections.defaultdict(list)
         deadline = time.monotonic() + seconds
         number = 0
         # The first rank decides, so that all ranks run as many.
         while go_on(scratch, number, spec, time.monotonic() < deadline):
-            order = (False, True) if number % 2 else (True, False)
-            took = {asks: run_turn(number, asks) for asks in order}
-            if number > 0:  # The first one warms up.
-                pairs.append({"silent": round(took[False], 4), "all": round(took[True], 4)})
-            summary["turns"] = pairs
+            for asks in (False, True) if number % 2 else (True, False):
+                took, step = run_turn(number, asks)
+                if number > 0:  # The first one warms up.
+                    name = "all" if asks else "silent"
+                    times[f"{name}_s"].append(round(took, 4))
+                    times[f"{name}_step_ms"].append(round(1e3 * step, 4))
+            summary["turns"] = times
             (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
             number += 1
         load.asks = True
