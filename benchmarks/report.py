@@ -81,10 +81,14 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
     With the same build's `off`; `all` and `tenth` with `silent` of their own engine; other builds'
-    `off` with the first one's; `on` with the first `all`.
+    `off` with the first one's, or its `silent` if it has none; `on` with the first `all`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
-    first_off = next((off[e["build"]] for e in engines if e["build"] in off), None)
+    silent = {
+        e["build"]: (e["name"], "silent") for e in reversed(engines) if "silent" in modes[e["name"]]
+    }
+    without_rows = silent | off
+    first = next((without_rows[e["build"]] for e in engines if e["build"] in without_rows), None)
     first_all = next(((e["name"], "all") for e in engines if "all" in modes[e["name"]]), None)
     found = []
     for engine in engines:
@@ -93,8 +97,8 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
             reference = off.get(engine["build"])
             if reference and reference != label:
                 found.append((label, reference))
-            if engine["flag"] == "off" and reference == label and first_off not in (None, label):
-                found.append((label, first_off))
+            if engine["flag"] == "off" and reference == label and first not in (None, label):
+                found.append((label, first))
             if mode == "on" and first_all:
                 found.append((label, first_all))
             if mode in ("tenth", "all") and "silent" in modes[engine["name"]]:

@@ -95,6 +95,15 @@ def test_another_builds_capture_is_compared_with_everybody_asking() -> None:
     assert pairs == [(("release on", "on"), ("ours opt-in", "all"))]
 
 
+def test_another_builds_flag_off_is_compared_with_nobody_asking() -> None:
+    engines = [
+        {"name": "ours opt-in", "build": "ours", "flag": "opt-in"},
+        {"name": "release off", "build": "release", "flag": "off"},
+    ]
+    pairs = pairs_to_compare(engines, {"ours opt-in": ["silent"], "release off": ["off"]})
+    assert pairs == [(("release off", "off"), ("ours opt-in", "silent"))]
+
+
 @pytest.mark.parametrize(("mode", "asking"), [("silent", 0), ("tenth", 12), ("all", 128)])
 def test_share_of_the_requests_that_ask(mode: str, asking: int) -> None:
     assert sum(map(bool, LOADS["decode"].asks(mode))) == asking
