@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "blocks behind a failed load used",
         SCHEDULER,
-        "invalid_block_ids = blocks_to_evict - sync_blocks_to_evict",
-        "invalid_block_ids = set()",
+        "if not (block_id in invalid_block_ids or block_id in blocks_to_evict):",
+        "if block_id not in invalid_block_ids:",
         setups="failed",
         examples=(1500, 6000),
     ),
