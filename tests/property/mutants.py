@@ -167,6 +167,12 @@ MUTANTS = [
         examples=(1500, 6000),
     ),
     Mutant(
+        "client without rows treated like others",
+        MANAGER,
+        "        if len(indices) == 0:\n            return\n",
+        "",
+    ),
+    Mutant(
         "rows of others kept in the step",
         MANAGER,
         "            rows = rows[spans(offsets[chosen], counts[chosen])[1]]\n",

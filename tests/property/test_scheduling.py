@@ -259,6 +259,8 @@ class Engine:
                 extra_args={"kv_transfer_params": {"do_remote_prefill": remote}},
             ),
             pooling_params=None,
+            # Of two API servers.
+            client_index=len(self.requests) % 2,
             cache_salt=salt,
             # Later requests come first as often as not.
             priority=-len(self.requests) % 3,
