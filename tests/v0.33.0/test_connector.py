@@ -61,6 +61,8 @@ class Setup:
     chunk: int = 7
     connector: bool = False
     caching: bool = True
+    # Tokens behind a block that its hash covers, as with EAGLE.
+    lookahead: int = 0
     # Operations beside requests, steps and aborts.
     also: tuple[str, ...] = ()
 
@@ -92,6 +94,10 @@ MENDED = {
     ),
     "without prefix caching": Setup(
         asynchronous=True, depth=2, drafts=2, caching=False, also=("session", "silent")
+    ),
+    "hashes with lookahead": Setup(drafts=3, lookahead=1),
+    "asynchronous hashes with lookahead": Setup(
+        asynchronous=True, depth=2, drafts=3, lookahead=3, also=("silent",)
     ),
     "everything": Setup(asynchronous=True, depth=3, drafts=2, also=("reset", "session", "silent")),
 }
@@ -368,7 +374,7 @@ class Engine:
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more),
             pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK, sha256)
+            block_hasher=get_request_block_hasher(BLOCK, sha256, self.setup.lookahead)
             if self.setup.caching
             else kv_cache_utils.get_private_block_hasher(BLOCK),  # the release has none
             resumable=session,
