@@ -86,22 +86,14 @@ def test_one_request_has_no_tenth() -> None:
     assert sorted(turns) == [(0, "all"), (0, "silent")]
 
 
-def test_another_builds_capture_is_compared_with_everybody_asking() -> None:
+@pytest.mark.parametrize(("flag", "mode"), [("on", "all"), ("off", "silent")])
+def test_another_build_is_compared_with_what_does_the_same(flag: str, mode: str) -> None:
     engines = [
-        {"name": "ours opt-in", "build": "ours", "flag": "opt-in"},
-        {"name": "release on", "build": "release", "flag": "on"},
+        {"name": "ours", "build": "ours", "flag": "opt-in"},
+        {"name": "release", "build": "release", "flag": flag},
     ]
-    pairs = pairs_to_compare(engines, {"ours opt-in": ["all"], "release on": ["on"]})
-    assert pairs == [(("release on", "on"), ("ours opt-in", "all"))]
-
-
-def test_another_builds_flag_off_is_compared_with_nobody_asking() -> None:
-    engines = [
-        {"name": "ours opt-in", "build": "ours", "flag": "opt-in"},
-        {"name": "release off", "build": "release", "flag": "off"},
-    ]
-    pairs = pairs_to_compare(engines, {"ours opt-in": ["silent"], "release off": ["off"]})
-    assert pairs == [(("release off", "off"), ("ours opt-in", "silent"))]
+    pairs = pairs_to_compare(engines, {"ours": [mode], "release": [flag]})
+    assert pairs == [(("release", flag), ("ours", mode))]
 
 
 @pytest.mark.parametrize(("mode", "asking"), [("silent", 0), ("tenth", 12), ("all", 128)])
