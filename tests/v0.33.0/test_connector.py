@@ -90,7 +90,11 @@ MENDED = {
     "asynchronous sessions": Setup(asynchronous=True, depth=2, also=("session",)),
     "remote prefills": Setup(connector=True, also=("receive", "reload", "silent", "fail")),
     "asynchronous remote prefills": Setup(
-        asynchronous=True, depth=2, drafts=2, connector=True, also=("receive", "session", "silent")
+        asynchronous=True,
+        depth=2,
+        drafts=2,
+        connector=True,
+        also=("receive", "session", "silent", "reset"),
     ),
     "without prefix caching": Setup(
         asynchronous=True, depth=2, drafts=2, caching=False, also=("session", "silent")
@@ -588,10 +592,23 @@ class Engine:
 
     def reset(self, running: bool) -> None:
         """The weights change; the prefix cache is reset, and running requests begin anew."""
-        # The release raises an error if a session that waits keeps its KV.
-        running = running and not self.scheduler.kv_holding_waiting
-        if "reset" in self.setup.also and self.scheduler.reset_prefix_cache(running):
-            self.runner.weights += 1
+        if "reset" in self.setup.also:
+            try:
+                self.runner.weights += self.scheduler.reset_prefix_cache(running)
+            except RuntimeError as error:
+                # Requests that wait hold KV. Those that ran begin anew with the cache as it is.
+                assert "Failed to reset KV cache" in str(error)
+
+    def reset_beside_waiting(self, prompt: list[int]) -> None:
+        """A session that waits for its next part makes a reset fail while another request runs."""
+        if "session" not in self.setup.also:
+            return
+        self.converse(prompt, 1, 0, [])
+        for _ in range(10):
+            self.schedule([])
+        self.add(prompt, 4)
+        self.schedule([])
+        self.reset(running=True)
 
     def update(self) -> None:
         """The weights change while no request is there, without a reset."""
@@ -684,7 +701,7 @@ MORE = {
         operation("converse", PROMPTS, st.integers(1, 6), STARTS, st.lists(TAILS, max_size=3)),
         *[operation("extend", st.integers(0, 5), TAILS, st.integers(1, 5), st.integers(0, 2))] * 2,
     ],
-    "reset": [operation("reset", st.booleans())],
+    "reset": [operation("reset", st.booleans()), operation("reset_beside_waiting", PROMPTS)],
     "update": [operation("update")],
     "reload": [
         operation("reload", PROMPTS, st.integers(2, 3), st.one_of(st.none(), st.integers(0, 5)))
