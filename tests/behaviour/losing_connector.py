@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 class LosingConnector(ExampleConnector):
     """Loads what it saved, but for the block that it is told to lose."""
 
+    supports_routed_experts = True
+
     # Index, within its prompt, of the block that the next load loses.
     lose: int | None = None
 

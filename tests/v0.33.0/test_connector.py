@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -593,11 +594,9 @@ class Engine:
     def reset(self, running: bool) -> None:
         """The weights change; the prefix cache is reset, and running requests begin anew."""
         if "reset" in self.setup.also:
-            try:
+            # It fails if requests that wait hold KV; those that ran begin anew all the same.
+            with suppress(RuntimeError):
                 self.runner.weights += self.scheduler.reset_prefix_cache(running)
-            except RuntimeError as error:
-                # Requests that wait hold KV. Those that ran begin anew with the cache as it is.
-                assert "Failed to reset KV cache" in str(error)
 
     def reset_beside_waiting(self, prompt: list[int]) -> None:
         """A session that waits for its next part makes a reset fail while another request runs."""
