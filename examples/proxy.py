@@ -350,7 +350,7 @@ def _tell(error: httpx.HTTPError) -> str:
         where = f" {error.request.url}"
     except RuntimeError:  # it has none
         where = ""
-    return f"the engine{where} gave no answer: {error or type(error).__name__}"
+    return f"the engine{where} gave no answer: {str(error) or type(error).__name__}"
 
 
 def _error_body(status: int, told: str) -> dict[str, Any]:

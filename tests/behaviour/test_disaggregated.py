@@ -371,6 +371,10 @@ def test_engine_that_is_not_there_is_told() -> None:
     assert "http://127.0.0.1:9/inference/v1/generate gave no" in reply.json()["error"]["message"]
 
 
+def test_error_without_a_text_is_told_by_its_name() -> None:
+    assert proxy._tell(httpx.ConnectTimeout("")) == "the engine gave no answer: ConnectTimeout"
+
+
 @pytest.mark.parametrize("body", ["{", "[]", '{"sampling_params": 1}', '{"n": "x"}'])
 def test_body_that_cannot_be_read_is_refused(body: str) -> None:
     with standing(prefilled(), prefilled()) as url:
