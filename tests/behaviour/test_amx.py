@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from harness import oracle, recorder
 from harness.choice import Choice
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 LENGTHS = (5, 2 * CHUNK + 9, 40, 1)
 MAX_TOKENS = 8
+
+
+def skip_without(kernel: str) -> None:
+    """vLLM's kernels for a CPU without AVX-512 have no grouped products."""
+    current_platform.import_kernels()
+    if kernel == "forward_grouped_gemm" and not hasattr(torch.ops._C, "prepack_moe_weight"):
+        pytest.skip("grouped products use the instructions of AVX-512")
 
 
 def assert_kernel(llm: LLM, kernel: str) -> None:
@@ -45,6 +53,7 @@ def test_rows_in_float32_are_those_of_transformers(
     has_amx: bool,
     kernel: str,
 ) -> None:
+    skip_without(kernel)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
     with running(checkpoint(family)) as llm:
         assert_kernel(llm, kernel)
@@ -65,6 +74,7 @@ def test_rows_in_bfloat16_are_what_the_logits_of_the_same_forward_choose(
 ) -> None:
     if has_amx and not HAS_AMX:
         pytest.skip("bfloat16 kernels use the instructions of AMX")
+    skip_without(kernel)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
     monkeypatch.setenv("VLLM_CPU_SGL_KERNEL", str(int(kernel == "SGLFusedMOE")))
     # SGLang's kernels need multiples of 32.
