@@ -59,8 +59,8 @@ MUTANTS = [
     Mutant(
         "hash key dropped",
         STORE,
-        "make_block_hash_with_group_id(hashes[index], self._group_id)",
-        "make_block_hash_with_group_id(hashes[0], self._group_id)",
+        "make_block_hash_with_group_id(hashes[index], self.group_id)",
+        "make_block_hash_with_group_id(hashes[0], self.group_id)",
     ),
     Mutant(
         "cap removed",
@@ -77,8 +77,8 @@ MUTANTS = [
     Mutant(
         "steps in flight count after a failed load",
         MANAGER,
-        "        self._expected.pop(slot, None)\n        self._void_step[slot] = self._step\n",
-        "        self._expected.pop(slot, None)\n",
+        "        self._rows.truncate(slot, end)\n        self._void_step[slot] = self._step\n",
+        "        self._rows.truncate(slot, end)\n",
     ),
     Mutant(
         "rows of a former slot lost",
@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "evicted blocks stay in the store",
         STORE,
-        "        self._remove(key)\n        return True\n",
-        "        return True\n",
+        "            self._remove(key)\n        return True\n",
+        "            pass\n        return True\n",
     ),
     Mutant(
         "handed out rows sent again",
@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "rows of a preempted request's steps lost for those that share them",
         MANAGER,
-        "        for key, index in self._expected.get(slot, ()):\n",
-        "        for key, index in self._expected.pop(slot, ()):\n",
+        "        if self._step > self._processed_step and self._get_expected(slot):\n",
+        "        if False:\n",
     ),
     Mutant(
         "blocks of a preempted request counted on",
@@ -197,18 +197,6 @@ MUTANTS = [
         "        self._first[slots] = lasts\n",
     ),
     Mutant(
-        "released page given away in the same pass",
-        ROWS,
-        "            self._released.append(free)\n",
-        "            self._released.append(free)\n            self.reclaim()\n",
-    ),
-    Mutant(
-        "page that is used again given away",
-        ROWS,
-        "        pages = pages[self._references[pages] == 0]\n        self._released = []",
-        "        self._released = []",
-    ),
-    Mutant(
         "shared page not counted",
         ROWS,
         "        table[:] = pages\n        self._references[pages] += 1\n",
@@ -216,8 +204,8 @@ MUTANTS = [
     ),
     Mutant(
         "page of the store not counted",
-        STORE,
-        "            self._rows.retain(pages)\n",
+        ROWS,
+        "        np.add.at(self._references, pages, 1)\n",
         "",
     ),
     Mutant(
