@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of one request's decode steps by function, with rows and without.
+"""Host time of decode steps by function, with rows and without.
 
     python -m benchmarks.functions --model qwen3-30b-a3b --layers 14
 
-One engine of the vLLM of this Python answers one request at a time: silent, then asking, and the
-other way round in the next round. First as it is; then with the functions of `FUNCTIONS` timed,
-which takes time itself. Times include what a function calls, and what it waits for. Functions of
-the scheduler are seen where the worker shares its process, as with one GPU.
+One engine of the vLLM of this Python answers one request at a time, or `--requests`: silent, then
+asking, and the other way round in the next round. First as it is; then with the functions of
+`FUNCTIONS` timed, which takes time itself. Times include what a function calls, and what it waits
+for. Functions of the scheduler are seen where the worker shares its process, as with one GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from benchmarks.engine import engine_options
 from benchmarks.probe import Probe
 from harness.shapes import write_model
@@ -31,7 +33,11 @@ _CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 # Module, class, methods. Methods that are not called are left out of the table.
 FUNCTIONS = [
     ("vllm.v1.core.sched.scheduler", "Scheduler", ["schedule", "update_from_output"]),
-    ("vllm.v1.core.routed_experts_manager", "RoutedExpertsManager", ["update", "pack"]),
+    (
+        "vllm.v1.core.routed_experts_manager",
+        "RoutedExpertsManager",
+        ["on_blocks_cached", "on_step_scheduled", "update", "pack"],
+    ),
     (_RUNNER, "GPUModelRunner", ["execute_model", "_prepare_inputs", "sample_tokens"]),
     (_RUNNER, "AsyncGPUModelRunnerOutput", ["__init__", "get_output"]),
     (_CAPTURER, "RoutedExpertsCapturer", ["take_rows", "snapshot"]),
@@ -81,12 +87,14 @@ class FunctionsProbe(Probe):
         return take()
 
 
-def measure(llm: Any, rounds: int) -> dict[str, dict[bool, list[float]]]:
-    """Microseconds of a step, by function and whether the request asks, without the first round."""
+def measure(llm: Any, rounds: int, requests: int) -> dict[str, dict[bool, list[float]]]:
+    """Microseconds of a step, by function and whether requests ask, without the first round."""
     from vllm import SamplingParams
 
     times: Any = defaultdict(lambda: {False: [], True: []})
     for number in range(rounds + 1):
+        tokens = np.random.default_rng(number).integers(20, 84, (requests, 64)).tolist()
+        prompts = [{"prompt_token_ids": prompt} for prompt in tokens]
         for asks in (False, True) if number % 2 else (True, False):
             params = SamplingParams(
                 temperature=0.0,
@@ -95,8 +103,12 @@ def measure(llm: Any, rounds: int) -> dict[str, dict[bool, list[float]]]:
                 detokenize=False,
                 return_routed_experts=asks,
             )
+            while not llm.reset_prefix_cache():  # a running step may hold blocks
+                time.sleep(0.01)
+            take()
+            llm.collective_rpc("probe_take")
             began = time.perf_counter()
-            llm.generate({"prompt_token_ids": list(range(20, 84))}, params, use_tqdm=False)
+            llm.generate(prompts, params, use_tqdm=False)
             spent = {"a step": time.perf_counter() - began}
             spent |= take() | llm.collective_rpc("probe_take")[0]
             if number:
@@ -121,6 +133,7 @@ def main() -> int:
     )
     parser.add_argument("--model", default="tiny", help="shape, see benchmarks.overhead")
     parser.add_argument("--layers", type=int, help="only so many layers")
+    parser.add_argument("--requests", type=int, default=1, help="that run at once")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each table")
     args = parser.parse_args()
     from vllm import LLM
@@ -136,10 +149,10 @@ def main() -> int:
             routed_experts_opt_in=True,
             **engine_options(args.model, kv_gib=1.8),
         )
-    print(table("As it is", measure(llm, args.rounds)), flush=True)
+    print(table("As it is", measure(llm, args.rounds, args.requests)), flush=True)
     time_functions()
     llm.collective_rpc("probe_time_functions")
-    print(table("Timed by function", measure(llm, args.rounds)))
+    print(table("Timed by function", measure(llm, args.rounds, args.requests)))
     return 0
 
 
