@@ -191,6 +191,12 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "page dropped before its block is stored",
+        MANAGER,
+        "                self.store.flush()\n            if len(self._slots) > 0:\n",
+        "                pass\n            if len(self._slots) > 0:\n",
+    ),
+    Mutant(
         "handed out pages never dropped",
         ROWS,
         "        self._first[slots] = lasts\n        self.release(pages[pages != _NO_PAGE])\n",
@@ -205,8 +211,8 @@ MUTANTS = [
     Mutant(
         "page of the store not counted",
         ROWS,
-        "        np.add.at(self._references, pages, 1)\n",
-        "",
+        "        self._references[pages] += 1\n        return pages\n",
+        "        return pages\n",
     ),
     Mutant(
         "first rows of a shared page left out",
