@@ -185,12 +185,6 @@ MUTANTS = [
         "        self.start[slot] = max(start, self.start[slot])\n",
     ),
     Mutant(
-        "page dropped before its block is cached",
-        ROWS,
-        "        lasts = np.minimum(lasts, self.keep_from[slots])\n",
-        "",
-    ),
-    Mutant(
         "page dropped before its block is stored",
         MANAGER,
         "                self.store.flush()\n            if len(self._slots) > 0:\n",
