@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 MANAGER = "v1/core/routed_experts_manager.py"
 STORE = "v1/core/routed_experts_store.py"
 ROWS = "v1/core/paged_rows.py"
+SLOTS = "v1/request_slots.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
 # Of each setup. Few notice most mutants at once; the others get many.
 EXAMPLES = (100, 1500)
@@ -100,8 +101,8 @@ MUTANTS = [
     ),
     Mutant(
         "handed out rows sent again",
-        MANAGER,
-        "        self._rows.start[slots] = np.maximum(starts, ends)\n",
+        ROWS,
+        "        self.start[slots] = ends\n",
         "",
     ),
     Mutant(
@@ -113,7 +114,7 @@ MUTANTS = [
     Mutant(
         "rows of a preempted request's steps lost for those that share them",
         MANAGER,
-        "        if self._step > self._processed_step and self._get_expected(slot):\n",
+        "        if is_expected:\n",
         "        if False:\n",
     ),
     Mutant(
@@ -169,7 +170,13 @@ MUTANTS = [
     Mutant(
         "client without rows treated like others",
         MANAGER,
-        "        if len(indices) == 0:\n            return\n",
+        "        if len(slots) == 0:\n            return\n",
+        "",
+    ),
+    Mutant(
+        "outputs sought only where they were",
+        SLOTS,
+        "            or sum(len(f.slots) for f in self._found_outputs.values()) < len(self)\n",
         "",
     ),
     Mutant(
