@@ -26,6 +26,7 @@ MANAGER = "v1/core/routed_experts_manager.py"
 STORE = "v1/core/routed_experts_store.py"
 ROWS = "v1/core/paged_rows.py"
 SLOTS = "v1/request_slots.py"
+DECODE = "v1/core/routed_experts_decode.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
 # Of each setup. Few notice most mutants at once; the others get many.
 EXAMPLES = (100, 1500)
@@ -172,6 +173,30 @@ MUTANTS = [
         MANAGER,
         "        if len(slots) == 0:\n            return\n",
         "",
+    ),
+    Mutant(
+        "positions of a decode run stand still",
+        DECODE,
+        "                slices=slices + self._num_steps * NEXT_SLICES,\n",
+        "                slices=slices + NEXT_SLICES,\n",
+    ),
+    Mutant(
+        "rows of a decode run in no page",
+        DECODE,
+        "            rows.write(self._slots, first, counts, all_rows)\n",
+        "",
+    ),
+    Mutant(
+        "decode run outlasts a request",
+        MANAGER,
+        "        self._end_run()\n        if (slot := self._slots.get(req_id)) < 0:\n",
+        "        if (slot := self._slots.get(req_id)) < 0:\n",
+    ),
+    Mutant(
+        "decode run goes on when a request finishes",
+        MANAGER,
+        "        if run is not None and not self._finished:\n",
+        "        if run is not None:\n",
     ),
     Mutant(
         "outputs sought only where they were",
