@@ -193,12 +193,6 @@ MUTANTS = [
         "        if (slot := self._slots.get(req_id)) < 0:\n",
     ),
     Mutant(
-        "decode run goes on when a request finishes",
-        MANAGER,
-        "        if run is not None and not self._finished:\n",
-        "        if run is not None:\n",
-    ),
-    Mutant(
         "outputs sought only where they were",
         SLOTS,
         "            or sum(len(f.slots) for f in self._found_outputs.values()) < len(self)\n",
