@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 MANAGER = "v1/core/routed_experts_manager.py"
 STORE = "v1/core/routed_experts_store.py"
 ROWS = "v1/core/paged_rows.py"
-SLOTS = "v1/request_slots.py"
 DECODE = "v1/core/routed_experts_decode.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
 # Of each setup. Few notice most mutants at once; the others get many.
@@ -177,13 +176,13 @@ MUTANTS = [
     Mutant(
         "positions of a decode run stand still",
         DECODE,
-        "                slices=slices + self._num_steps * NEXT_SLICES,\n",
-        "                slices=slices + NEXT_SLICES,\n",
+        "                slices=of.slices + self._num_steps * NEXT_SLICES,\n",
+        "                slices=of.slices + NEXT_SLICES,\n",
     ),
     Mutant(
         "rows of a decode run in no page",
         DECODE,
-        "            rows.write(self._slots, first, counts, all_rows)\n",
+        "            rows.write(self._slots, starts, counts, all_rows)\n",
         "",
     ),
     Mutant(
@@ -191,12 +190,6 @@ MUTANTS = [
         MANAGER,
         "        self._end_run()\n        if (slot := self._slots.get(req_id)) < 0:\n",
         "        if (slot := self._slots.get(req_id)) < 0:\n",
-    ),
-    Mutant(
-        "outputs sought only where they were",
-        SLOTS,
-        "            or sum(len(f.slots) for f in self._found_outputs.values()) < len(self)\n",
-        "",
     ),
     Mutant(
         "rows of others kept in the step",
@@ -213,8 +206,8 @@ MUTANTS = [
     Mutant(
         "page dropped before its block is stored",
         MANAGER,
-        "                self.store.flush()\n            if len(self._slots) > 0:\n",
-        "                pass\n            if len(self._slots) > 0:\n",
+        "                self.store.flush()\n            if len(self._slots) > 0 and",
+        "                pass\n            if len(self._slots) > 0 and",
     ),
     Mutant(
         "handed out pages never dropped",
