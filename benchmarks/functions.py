@@ -5,8 +5,9 @@
 
 One engine of the vLLM of this Python answers one request at a time, or `--requests`: silent, then
 asking, and the other way round in the next round. First as it is; then with the functions of
-`FUNCTIONS` timed, which takes time itself. Times include what a function calls, and what it waits
-for. Functions of the scheduler are seen where the worker shares its process, as with one GPU.
+`FUNCTIONS` timed, which takes time itself. A step is the time of one token of each request, also
+where drafts make several at once. Times include what a function calls, and what it waits for.
+Functions of the scheduler are seen where the worker shares its process, as with one GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import json
 import tempfile
 import time
 from collections import defaultdict
@@ -135,7 +137,16 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--requests", type=int, default=1, help="that run at once")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each table")
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="more arguments of the engine, as for drafts",
+    )
     args = parser.parse_args()
+    if not isinstance(args.options, dict):
+        parser.error(f"--options: {args.options!r} is not a JSON object of engine arguments")
     from vllm import LLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +158,7 @@ def main() -> int:
             worker_extension_cls="benchmarks.functions.FunctionsProbe",
             enable_return_routed_experts=True,
             routed_experts_opt_in=True,
-            **engine_options(args.model, kv_gib=1.8),
+            **engine_options(args.model, kv_gib=1.8) | args.options,
         )
     print(table("As it is", measure(llm, args.rounds, args.requests)), flush=True)
     time_functions()
