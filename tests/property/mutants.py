@@ -317,6 +317,8 @@ def main() -> int:
                 f"mutant '{mutant.name}': {mutant.file} has its line {count} times, expected "
                 "once; mend tests/property/mutants.py"
             )
+    if not passes(Mutant("none", "", "", ""), str(installed.parent), EXAMPLES[0]):
+        raise SystemExit("the property test fails without a mutant; mend that first")
     found: dict[str, int | None] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool, console.status("") as status:
         running = {pool.submit(examples_to_notice, mutant, installed): mutant for mutant in mutants}
