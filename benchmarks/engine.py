@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import socket
@@ -40,6 +41,17 @@ def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
         "seed": 0,
     }
+
+
+def engine_arguments(text: str) -> dict[str, Any]:
+    """For argparse: the arguments of an engine in a JSON object."""
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object of engine arguments")
+    return arguments
 
 
 class Engine:

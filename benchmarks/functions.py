@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import tempfile
 import time
 from collections import defaultdict
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine import engine_options
+from benchmarks.engine import engine_arguments, engine_options
 from benchmarks.probe import Probe
 from harness.shapes import write_model
 
@@ -139,14 +138,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each table")
     parser.add_argument(
         "--options",
-        type=json.loads,
+        type=engine_arguments,
         default={},
         metavar="JSON",
         help="more arguments of the engine, as for drafts",
     )
     args = parser.parse_args()
-    if not isinstance(args.options, dict):
-        parser.error(f"--options: {args.options!r} is not a JSON object of engine arguments")
     from vllm import LLM
 
     with tempfile.TemporaryDirectory() as folder:

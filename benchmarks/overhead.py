@@ -33,7 +33,7 @@ import psutil
 
 from benchmarks.builds import Process, Variant, read_builds, read_variants
 from benchmarks.common import WORK, Failure, Gpu, Records, command, end_orderly, tell
-from benchmarks.engine import Engine, engine_options
+from benchmarks.engine import Engine, engine_arguments, engine_options
 from benchmarks.loads import Load, loads_of, modes_of
 from benchmarks.report import write_report
 from harness.shapes import MODELS, model_config
@@ -282,7 +282,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float, default=5.0, help="KV cache of each engine, GiB")
     parser.add_argument(
         "--options",
-        type=json.loads,
+        type=engine_arguments,
         default={},
         metavar="JSON",
         help="more arguments of all engines",
@@ -319,8 +319,6 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--loads: {', '.join(sorted(unknown))} not of {', '.join(loads)}")
     if unknown := set(arguments.modes) - {"silent", "tenth", "all"}:
         parser.error(f"--modes: {', '.join(sorted(unknown))} not of silent, tenth, all")
-    if not isinstance(arguments.options, dict):
-        parser.error(f"--options: {arguments.options!r} is not a JSON object of engine arguments")
     arguments.build = arguments.build or ["patched="]
     arguments.engine = arguments.engine or ["patched:off", "patched:opt-in"]
     try:
