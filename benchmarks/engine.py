@@ -50,7 +50,7 @@ def engine_arguments(text: str) -> dict[str, Any]:
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object of engine arguments")
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object of engine arguments")
     return arguments
 
 
