@@ -176,14 +176,14 @@ MUTANTS = [
     Mutant(
         "positions of a decode run stand still",
         DECODE,
-        "                slices=of.slices + self._num_steps * NEXT_SLICES,\n",
+        "                slices=of.slices + self.num_steps * NEXT_SLICES,\n",
         "                slices=of.slices + NEXT_SLICES,\n",
     ),
     Mutant(
         "rows of a decode run in no page",
         DECODE,
-        "            rows.write(self._slots, starts, counts, all_rows)\n",
-        "",
+        "            rows.write(self._slots, starts, counts, self._waiting.take())\n",
+        "            self._waiting.take()\n",
     ),
     Mutant(
         "decode run outlasts a request",
