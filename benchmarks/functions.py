@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine import engine_arguments, engine_options
+from benchmarks.engine import engine_arguments, engine_options, generate_queued
 from benchmarks.probe import Probe
 from harness.shapes import write_model
 
@@ -108,9 +108,7 @@ def measure(llm: Any, rounds: int, requests: int) -> dict[str, dict[bool, list[f
                 time.sleep(0.01)
             take()
             llm.collective_rpc("probe_take")
-            began = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            spent = {"a step": time.perf_counter() - began}
+            spent = {"a step": generate_queued(llm, prompts, params)[1]}
             spent |= take() | llm.collective_rpc("probe_take")[0]
             if number:
                 for name, seconds in spent.items():
@@ -135,6 +133,9 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help="shape, see benchmarks.overhead")
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--requests", type=int, default=1, help="that run at once")
+    parser.add_argument(
+        "--kv-gib", type=float, default=5.0, help="KV cache; if it is small, requests wait"
+    )
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each table")
     parser.add_argument(
         "--options",
@@ -155,7 +156,7 @@ def main() -> int:
             worker_extension_cls="benchmarks.functions.FunctionsProbe",
             enable_return_routed_experts=True,
             routed_experts_opt_in=True,
-            **engine_options(args.model, kv_gib=1.8) | args.options,
+            **engine_options(args.model, args.kv_gib) | args.options,
         )
     print(table("As it is", measure(llm, args.rounds, args.requests)), flush=True)
     time_functions()

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.engine import generate_queued
 from benchmarks.loads import SHARES, Load, loads_of
 from benchmarks.probe import kernels_of_a_step
 from harness.shapes import model_config, write_model
@@ -84,8 +85,7 @@ class Engine:
     def _generate(
         self, prompts: list[list[int]], asks: list[bool | None], max_tokens: int
     ) -> tuple[list[Any], float]:
-        """Outputs, and the seconds to the last one: from all requests being queued, since how fast
-        they come in would decide which of them share the first steps; or with their coming in."""
+        """Outputs, and the seconds to the last one, with or without the requests' coming in."""
         from vllm import SamplingParams
 
         params = [
@@ -99,17 +99,11 @@ class Engine:
             for ask in asks
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        if not self.settings["queued"]:
-            self.returned.clear()
-            began = time.perf_counter()
-            outputs = self.llm.generate(inputs, params, use_tqdm=False)
-            return outputs, time.perf_counter() - began
-        self.llm.sleep(level=0)
-        self.llm.enqueue(inputs, params, use_tqdm=False)
         self.returned.clear()
+        if self.settings["queued"]:
+            return generate_queued(self.llm, inputs, params)
         began = time.perf_counter()
-        self.llm.wake_up(tags=["scheduling"])
-        outputs = self.llm.wait_for_completion(use_tqdm=False)
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return outputs, time.perf_counter() - began
 
     def run(self, load: str, mode: str, number: int) -> dict[str, Any]:
