@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant(
         "handed out rows sent again",
         ROWS,
-        "        self.start[slots] = ends\n",
+        "        self.start[slots] = starts\n",
         "",
     ),
     Mutant(
@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "rows of a preempted request's steps lost for those that share them",
         MANAGER,
-        "        if is_expected:\n",
+        "        if self._step > self._processed_step and self._get_expected(slot):\n",
         "        if False:\n",
     ),
     Mutant(

@@ -12,7 +12,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.core.routed_experts_manager import NoRoutedExperts
+from vllm.v1.core.routed_experts_manager import RoutedExpertsHooks
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -44,7 +44,7 @@ def step(engine: Engine) -> list[bytes]:
 
 def test_message_is_that_of_an_engine_without_the_flag(engine: Engine) -> None:
     without = Engine(engine.setup)
-    without.scheduler.routed_experts_manager = NoRoutedExperts()
+    without.scheduler.routed_experts_manager = RoutedExpertsHooks()
     for one in (engine, without):
         for length in (5, 9, 12):
             one.add(PROMPT[:length], 12, asks=False)
