@@ -80,8 +80,9 @@ def in_words(label: Label, engine: Record) -> str:
 def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> list[tuple]:
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
-    With the same build's `off`; `all` and `tenth` with `silent` of their own engine; other builds'
-    `off` with the first one's, or its `silent` if it has none; `on` with the first `all`.
+    With the same build's `off`, or the first build's; `all` and `tenth` with `silent` of their own
+    engine; other builds' `off` with the first one's, or its `silent` if it has none; `on` with the
+    first `all`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
     silent = {
@@ -94,7 +95,7 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
     for engine in engines:
         for mode in modes[engine["name"]]:
             label = (engine["name"], mode)
-            reference = off.get(engine["build"])
+            reference = off.get(engine["build"], first if first in off.values() else None)
             if reference and reference != label:
                 found.append((label, reference))
             if engine["flag"] == "off" and reference == label and first not in (None, label):

@@ -96,6 +96,15 @@ def test_another_build_is_compared_with_what_does_the_same(flag: str, mode: str)
     assert pairs == [(("release", flag), ("ours", mode))]
 
 
+def test_build_without_an_engine_that_is_off_is_compared_with_the_first_build() -> None:
+    engines = [
+        {"name": "release", "build": "release", "flag": "off"},
+        {"name": "ours", "build": "ours", "flag": "opt-in"},
+    ]
+    pairs = pairs_to_compare(engines, {"release": ["off"], "ours": ["silent"]})
+    assert pairs == [(("ours", "silent"), ("release", "off"))]
+
+
 @pytest.mark.parametrize(("mode", "asking"), [("silent", 0), ("tenth", 12), ("all", 128)])
 def test_share_of_the_requests_that_ask(mode: str, asking: int) -> None:
     assert sum(map(bool, LOADS["decode"].asks(mode))) == asking
