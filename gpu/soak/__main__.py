@@ -86,7 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
             "enable_return_routed_experts": arguments.flag != "off",
             **({"routed_experts_opt_in": True} if arguments.flag == "opt-in" else {}),
             "worker_extension_cls": "gpu.soak.faults.Faults",
-            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128]},
+            "compilation_config": {
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512]
+            },
             "seed": 0,
         }
         if arguments.eager:
