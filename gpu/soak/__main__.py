@@ -12,8 +12,9 @@ sequence parallel. Each keeps 96 unfinished requests: 16 to 1,024 tokens in, 16 
 second it records finished requests, output tokens, steps, the longest gap between two steps, and
 the memory of processes and GPUs. Then come the faults: five times 64 requests that finish in one
 step, and, where the build supports it, every copy of rows to the host delayed by 20 ms. The record
-is rewritten every few seconds, so that a killed run keeps its data. It also runs with the pristine
-release; `--flag off` runs either build without the feature.
+is rewritten every few seconds, so that a killed run keeps its data. Beside it are the stacks of all
+processes in steps that took more than 0.25 s. It also runs with the pristine release; `--flag off`
+runs either build without the feature.
 
 With `--flag opt-in`, the load comes in pairs of turns of the same 96 requests of 512 tokens in, 128
 out: nobody asks in one turn, everybody in the other. The report says how much longer turns and
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -150,6 +152,10 @@ def run(arguments: argparse.Namespace) -> int:
                     end = f"ended after {limit_s:.0f} s, the limit: {engines[0].last_line()}"
                 record["end"] = end or "running"
                 collect(record, scratch, count)
+                for rank in range(count if end else 0):
+                    with contextlib.suppress(OSError):
+                        stacks = scratch / f"stacks-{rank}.txt"
+                        shutil.copy(stacks, arguments.out / f"{name}-{stacks.name}")
                 if end and end != "finished":
                     record["logs"] = [engine.tail(80) for engine in engines]
                 (arguments.out / f"{name}.json").write_text(json.dumps(record) + "\n")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,34 @@ def test_report_compares_turns_of_the_same_requests(tmp_path: Path) -> None:
         "turns": "+2.00 % [+2.00, +2.00]",
         "steps": "+1.00 % [+1.00, +1.00]",
     }
+
+
+LATE_STEP = """
+import subprocess, sys, threading, time
+from pathlib import Path
+from gpu.soak import stacks
+
+def late_step():
+    time.sleep(0.6)
+
+file = Path(sys.argv[1])
+stacks.register(file)
+compiler = subprocess.Popen(["sleep", "60"])
+stop, start = threading.Event(), time.monotonic()
+thread = threading.Thread(target=stacks.watch, args=(lambda: start, stop, file))
+thread.start()
+late_step()
+stop.set()
+thread.join()
+print("alive" if compiler.poll() is None else "ended")
+compiler.kill()
+"""
+
+
+def test_stacks_of_a_late_step_are_kept_and_no_compiler_ends(tmp_path: Path) -> None:
+    file = tmp_path / "stacks.txt"
+    command = [sys.executable, "-c", LATE_STEP, str(file)]
+    assert subprocess.check_output(command, text=True).strip() == "alive"
+    text = file.read_text()
+    assert text.count(" step took ") == 1
+    assert "in late_step" in text
