@@ -10,9 +10,9 @@
 two engines (DP2, EP2), or with `--gpus 4 --tp 2` two engines of two GPUs each, whose MoE layers are
 sequence parallel. Each keeps 96 unfinished requests: 16 to 1,024 tokens in, 16 to 256 out. Every
 second it records finished requests, output tokens, steps, the longest gap between two steps, and
-the memory of processes and GPUs. Then come the faults: five times 64 requests that finish in one
-step, and, where the build supports it, every copy of rows to the host delayed by 20 ms. The record
-is rewritten every few seconds, so that a killed run keeps its data. Beside it are the stacks of all
+the memory of processes and GPUs. Then come the faults: five times 64 equal requests at once, and,
+where the build supports it, every copy of rows to the host delayed by 20 ms. The record is
+rewritten every few seconds, so that a killed run keeps its data. Beside it are the stacks of all
 processes in steps that took more than 0.25 s. It also runs with the pristine release; `--flag off`
 runs either build without the feature.
 
