@@ -19,7 +19,8 @@ from typing import Any
 LATE_S = 0.25
 # A CPU that rehearses is late in every step.
 MOST = 20
-SIGNAL = signal.SIGUSR1
+# Triton's LLVM takes over SIGUSR1 and most others in a worker that compiles.
+SIGNAL = signal.SIGRTMIN
 
 
 def _note_collection(file: Any, began: dict[str, float], phase: str, info: dict[str, int]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,13 +85,23 @@ def test_report_compares_turns_of_the_same_requests(tmp_path: Path) -> None:
 LATE_STEP = """
 import subprocess, sys, threading, time
 from pathlib import Path
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from gpu.soak import stacks
+
+@triton.jit
+def one(out):
+    tl.store(out, 1.0)
 
 def late_step():
     time.sleep(0.6)
 
 file = Path(sys.argv[1])
 stacks.register(file)
+# Its LLVM installs handlers of many signals.
+triton.compile(ASTSource(one, {"out": "*fp32"}), target=GPUTarget("cuda", 90, 32))
 compiler = subprocess.Popen(["sleep", "60"])
 stop, start = threading.Event(), time.monotonic()
 thread = threading.Thread(target=stacks.watch, args=(lambda: start, stop, file))
@@ -106,9 +117,15 @@ compiler.kill()
 @pytest.fixture(scope="module")
 def late_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Whether a child without a handler of the signal lives, and the stacks."""
-    file = tmp_path_factory.mktemp("late") / "stacks.txt"
-    command = [sys.executable, "-c", LATE_STEP, str(file)]
-    return subprocess.check_output(command, text=True).strip(), file.read_text()
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("late")
+    file, script = folder / "stacks.txt", folder / "late_step.py"
+    script.write_text(LATE_STEP)
+    command = [sys.executable, str(script), str(file)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
+    output = subprocess.check_output(command, env=environment, text=True)
+    return output.strip(), file.read_text()
 
 
 def test_stacks_of_a_late_step_are_kept_once(late_step: tuple[str, str]) -> None:
