@@ -179,8 +179,8 @@ class Engine:
             self.send_frames(self.sender, self.encoder.encode(message))
             received = self.decoder.decode(self.receiver.recv_multipart(copy=False))
             # In the release they come with each output.
-            if hasattr(received, "split_routed_experts"):
-                received.split_routed_experts()
+            if hasattr(received, "distribute_routed_experts"):
+                received.distribute_routed_experts()
 
     def run(self, scheduled: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput

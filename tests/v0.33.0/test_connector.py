@@ -551,7 +551,7 @@ class Engine:
         outputs = self.scheduler.update_from_output(step.scheduled, step.output)
         for client in outputs.values():
             # In the release they come with each output.
-            getattr(client, "split_routed_experts", lambda: None)()
+            getattr(client, "distribute_routed_experts", lambda: None)()
         for output in (output for client in outputs.values() for output in client.outputs):
             request = self.requests[output.request_id]
             asks = getattr(request.sampling_params, "return_routed_experts", None) is not False
