@@ -19,8 +19,9 @@ export DO_NOT_TRACK := 1
 export PRE_COMMIT_HOME := build/pre-commit
 
 # The line: which series on which release (tools/common/pin.py has the default too). Everything made
-# of it lies in build/<line>. The first line's vLLM is installed into .venv, beside the tools; every
-# other has an environment of its own, locked by requirements/<line>.txt, made when it is first needed.
+# of it lies in build/<line>. The tools run in .venv-tools, which is small. The first line's vLLM is
+# installed into .venv; every other line has an environment of its own, .venv-<line>, locked by
+# requirements/<line>.txt. Each is made when it is first needed.
 ON ?= v0.20.2
 LINE := $(or $(strip $(ON)),v0.20.2)
 OTHER := $(filter-out v0.20.2,$(LINE))
@@ -30,8 +31,8 @@ MADE := build/$(LINE)
 PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python3)
 VENV := .venv$(addprefix -,$(OTHER))
 PY := $(VENV)/bin/python
-UV := .venv/bin/uv
-TOOLS := .venv/bin/python -m tools --on $(LINE)
+UV := .venv-tools/bin/uv
+TOOLS := .venv-tools/bin/python -m tools --on $(LINE)
 
 # Free disk space, in GB, that a first run needs: .venv 6, the installer's cache of the same files 6
 # (shared by hard links where both lie on one file system), source trees and wheels 1.
@@ -59,14 +60,17 @@ files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -
 # The place counts too: scripts in .venv hold its path. Comments of a lock do not.
 lock_id = $(call digest,pwd; grep -hv '^ *\#' requirements/bootstrap.txt $(1))
 LOCK_FILE := requirements/$(or $(OTHER),environment).txt
-LOCK_ID := $(call lock_id,$(LOCK_FILE))
-TOOLS_LOCKED := .venv/.locked-$(call lock_id,requirements/environment.txt)
+# The first one, with the two that it includes.
+FIRST_LOCKS := $(addprefix requirements/,environment.txt cpu.txt tools.txt)
+LOCK_ID := $(call lock_id,$(if $(OTHER),$(LOCK_FILE),$(FIRST_LOCKS)))
+TOOLS_LOCKED := .venv-tools/.locked-$(call lock_id,requirements/tools.txt)
+FIRST_LOCKED := .venv/.locked-$(call lock_id,$(FIRST_LOCKS))
 LOCKED := $(VENV)/.locked-$(LOCK_ID)
 # What goes into a wheel, and the code that puts it there (tests/tools/test_digest.py): a change of
 # anything else builds no wheel again. The tools check that the build tree is release plus series.
 WRITERS := tools/series/series.py $(addprefix tools/wheel/,build.py plan.py sbom.py)
 INPUTS := $(WRITERS) patches/$(LINE)/upstream.toml
-more = grep '^version = ' pyproject.toml; grep '^cyclonedx-python-lib==' requirements/environment.txt
+more = grep '^version = ' pyproject.toml; grep '^cyclonedx-python-lib==' requirements/tools.txt
 PRISTINE_ID := $(call digest,$(call files,$(INPUTS)); $(more))
 SERIES_ID := $(call digest,$(call files,$(INPUTS) patches/$(LINE)/series patches/$(LINE)/*.patch); $(more))
 BUILT := $(MADE)/wheels/.built-$(SERIES_ID)
@@ -181,11 +185,11 @@ check-patches: $(INSTALLED) #> Every patch at its own place (ARGS=--alone: on th
 	@exec $(PY) -m tools --on $(LINE) upstream check-patches --out $(RECORDS)/check-patches$(findstring -alone,$(ARGS)).md $(ARGS)
 
 .PHONY: lint
-lint: $(TOOLS_LOCKED) #> Run every linter on every committed file
+lint: $(FIRST_LOCKED) #> Run every linter on every committed file
 	@exec .venv/bin/python -m pre_commit run --all-files
 
 .PHONY: format
-format: $(TOOLS_LOCKED) #> Format the Python files and fix what the linter can fix
+format: $(FIRST_LOCKED) #> Format the Python files and fix what the linter can fix
 	@.venv/bin/python -m ruff check --fix-only --quiet .
 	@exec .venv/bin/python -m ruff format .
 
@@ -248,6 +252,9 @@ verify: $(INSTALLED) ## Prove that the built and the installed wheel are base pl
 
 .PHONY: wheel-cuda
 wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda (CUDA=cuda: x86-64 alone)
+	@echo "Base wheels that are not in build/downloads are downloaded there:"
+	@for variant in $(CUDA); do sed -n "/^\[wheel.$$variant\]/,/^size/s/^size = \([0-9]*\)[0-9]\{6\}$$/    $$variant: \1 MB/p" \
+		patches/$(LINE)/upstream.toml; done
 	@rm -rf $(MADE)/wheels-cuda
 	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda $(FROM); done
 
@@ -295,39 +302,46 @@ image-test image-test-cuda:
 
 .PHONY: lock
 lock: apply #> Write requirements/*.txt again (ARGS=--upgrade for newer versions)
+	@mkdir -p build/locks
 ifdef OTHER
-	$(LOCK_LINE) $(ARGS) --output-file $(LOCK_FILE) requirements/$(LINE).in
+	@$(call lock,$(LINE),$(LOCK_FILE),$(call compile,x86_64,2_35,3.11) $(addprefix --override ,$(wildcard requirements/$(LINE)-overrides.in)) $(ARGS))
+	@$(call trim,$(LINE),2.35,3.11 3.12,x86_64)
 else
-	grep '^uv==' requirements/cpu.in | $(LOCK) --no-annotate --output-file requirements/bootstrap.txt -
-	$(LOCK) $(ARGS) --output-file requirements/environment.txt requirements/environment.in
-	@$(call prefer,requirements/cpu.txt); $(LOCK) --output-file requirements/cpu.txt requirements/cpu.in
-	@for name in cuda tools; do $(call prefer,requirements/$$name.txt); \
-		$(LOCK_IMAGE) --output-file requirements/$$name.txt requirements/$$name.in; done
-	@# One list for both machines: it holds the digests of every machine's wheels.
-	@cp requirements/cuda.txt build/aarch64.txt
-	$(subst x86_64,aarch64,$(LOCK_IMAGE)) --output-file build/aarch64.txt requirements/cuda.in
-	diff <(grep '==' requirements/cuda.txt) <(grep '==' build/aarch64.txt)
+	@grep '^uv==' requirements/cpu.in | $(call compile,x86_64,2_28,3.11) --no-annotate --output-file build/locks/bootstrap.txt -
+	@$(call lock,environment,$(FIRST_LOCKS),$(call compile,x86_64,2_28,3.11) $(ARGS))
+	@# The images have the versions that the tests run with, where they can; then those of their last lock.
+	@$(call lock,cpu,build/locks/environment.txt requirements/cpu.txt,$(call compile,x86_64,2_28,3.11))
+	@$(call lock,tools,build/locks/environment.txt requirements/tools.txt,$(call compile,x86_64,2_35,3.12))
+	@$(call lock,cuda,build/locks/environment.txt requirements/cuda.txt,$(call compile,x86_64,2_35,3.12))
+	@# One list for both machines.
+	@cp build/locks/cuda.txt build/locks/aarch64.txt
+	@$(call compile,aarch64,2_35,3.12) --output-file build/locks/aarch64.txt requirements/cuda.in
+	@diff <(grep '==' build/locks/cuda.txt) <(grep '==' build/locks/aarch64.txt)
+	@$(call trim,bootstrap,2.28,3.11,x86_64 aarch64)
+	@$(call trim,cpu,2.28,3.11 3.12,x86_64)
+	@$(call trim,tools,2.28,3.11 3.12,x86_64 aarch64)
+	@$(call trim,environment,2.28,3.11 3.12,x86_64) --include cpu.txt --include tools.txt
+	@$(call trim,cuda,2.35,3.12,x86_64 aarch64)
 endif
 
 .PHONY: lock-clients
 lock-clients: $(TOOLS_LOCKED) #> Write requirements/clients-*.txt again (ARGS=--upgrade for newer versions)
-	for client in $(CLIENTS); do \
-		python=3.11; [ $$client != skyrl ] || python=3.12; \
-		$(subst make lock,make lock-clients,$(subst 3.11,$$python,$(LOCK))) --excludes requirements/clients-excludes.in \
-			$(ARGS) --output-file requirements/clients-$$client.txt requirements/clients-$$client.in; \
-	done
+	@mkdir -p build/locks
+	@$(foreach client,$(CLIENTS),$(call lock_client,$(client),$(if $(filter skyrl,$(client)),3.12,3.11 3.12)); )
+lock_client = $(call lock,clients-$(1),requirements/clients-$(1).txt,$(call compile,x86_64,2_28,$(firstword $(2))) --excludes requirements/clients-excludes.in $(ARGS)); \
+	$(call trim,clients-$(1),2.28,$(2),x86_64)
 
-# Names no index: each machine has its own. The lock says which packages.
-LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock$(if $(OTHER), ON=$(OTHER))" $(UV) pip compile --quiet --generate-hashes --no-emit-index-url \
-	--only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_28
-# Of another line: what requirements/<line>-overrides.in names may be older than vLLM asks for.
-LOCK_LINE = $(subst manylinux_2_28,manylinux_2_35,$(LOCK)) \
-	$(addprefix --override ,$(wildcard requirements/$(LINE)-overrides.in))
-LOCK_IMAGE = $(subst 3.11,3.12,$(subst manylinux_2_28,manylinux_2_35,$(LOCK)))
-# The installer keeps the versions that the output file has, where it can: first those of the
-# environment that the tests run in, then those of its own last lock.
-prefer = sed -n 's/^\([a-z0-9][^ ]*\)==\([^ ]*\).*/\1==\2/p' requirements/environment.txt $(1) 2>/dev/null \
-	| awk -F == '!seen[$$1]++' >$(1).new || true; mv $(1).new $(1)
+# Each lock is made in two steps. `compile` writes every version and all digests into build/locks, for
+# a machine, a glibc and a Python; `trim` leaves the digests that are installed. Neither names a package
+# index: each machine has its own.
+compile = UV_CUSTOM_COMPILE_COMMAND="make $@$(if $(OTHER), ON=$(OTHER))" $(UV) pip compile --quiet --generate-hashes \
+	--no-emit-index-url --only-binary :all: --python-platform $(1)-manylinux_$(2) --python-version $(3)
+# $(1) the lock, $(2) the locks whose versions it keeps, $(3) the command.
+lock = sed -n 's/^\([a-z0-9][^ ]*\)==\([^ ]*\).*/\1==\2/p' $(2) 2>/dev/null | awk -F == '!seen[$$1]++' >build/locks/$(1).txt || true; \
+	$(3) --output-file build/locks/$(1).txt requirements/$(1).in
+# $(1) the lock, $(2) glibc, $(3) Pythons, $(4) machines.
+trim = $(TOOLS) locks trim build/locks/$(1).txt --out requirements/$(1).txt --glibc $(2) \
+	$(addprefix --python ,$(3)) $(addprefix --machine ,$(4))
 
 .PHONY: clean
 clean: ## Remove everything made, except environments and downloads
@@ -340,12 +354,17 @@ distclean: clean #> Remove environments and downloads as well
 
 # --- the steps behind the stamps -----------------------------------------------------------------
 
-# One recipe for each environment: $(1) its directory, $(2) its lock.
-define make_venv
+# Refuse another system, and a Python ($(1)) that the condition ($(2)) does not hold for. $(3) says which it is for.
+define check_python
 	@system="$$(uname -sm)"; [ "$$system" = "Linux x86_64" ] || \
-		{ echo "error: the locked environment is for Linux on x86_64; this is $$system" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-		{ echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is not that. Name one: make PYTHON=python3.11 venv" >&2; exit 1; }
+		{ echo "error: the locked environments are for Linux on x86_64; this is $$system" >&2; exit 1; }
+	@"$(1)" -c 'import sys, venv; sys.exit(not ($(2)))' 2>/dev/null || \
+		{ echo "error: $(@D) is for $(3), and '$(1)' is not that. Name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+endef
+
+# One recipe for each large environment: $(1) its directory, $(2) its lock, $(3) all locks that count.
+define make_venv
+	$(call check_python,$(PYTHON),sys.version_info[:2] in ((3$(comma) 11)$(comma) (3$(comma) 12)),Python 3.11 or 3.12 with its venv module)
 	@[ -f $(2) ] || { echo "error: the line $(LINE) has no locked environment: there is no $(2)" >&2; exit 1; }
 	@rm -f $(1)/.locked-* $(1)/.installed-*
 	@if ! grep -qsF "$(CURDIR)/$(1)" $(1)/pyvenv.cfg || ! $(1)/bin/python -c '' 2>/dev/null; then \
@@ -354,19 +373,28 @@ define make_venv
 			{ echo "error: a first run needs $(NEED_GB) GB of free disk space; found $$free GB. To try all the same: make NEED_GB=$$free venv" >&2; exit 1; }; \
 		echo "Making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv $(1); \
 	fi
-	@[ $(1) != .venv ] || $(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
-		--only-binary :all: --require-hashes --requirement requirements/bootstrap.txt
-	@echo "Installing the $$(grep -c '^[^ #]*==' $(2)) locked packages into $(1) (3 GB to download the first time, 6 GB on disk)"
+	@echo "Installing the $$(cat $(3) | grep '^[^ #]*==' | sort -u | wc -l) locked packages into $(1) (3 GB to download the first time, 6 GB on disk)"
 	@$(UV) pip sync $$([ -t 2 ] || echo --quiet) --python $(1)/bin/python --no-build --require-hashes $(2)
 	@touch $@
 endef
+comma := ,
 
+# The tools, and the installer of everything else.
 $(TOOLS_LOCKED):
-	$(call make_venv,.venv,requirements/environment.txt)
+	$(call check_python,$(PYTHON),sys.version_info >= (3$(comma) 11),Python 3.11 or newer with its venv module)
+	@echo "Installing the $$(grep -c '^[^ #]*==' requirements/tools.txt) packages of the tools and uv into .venv-tools (30 MB to download)"
+	@rm -rf .venv-tools
+	@"$(PYTHON)" -m venv .venv-tools
+	@.venv-tools/bin/python -m pip install --quiet --quiet --disable-pip-version-check --only-binary :all: \
+		--require-hashes --requirement requirements/bootstrap.txt --requirement requirements/tools.txt
+	@touch $@
+
+$(FIRST_LOCKED): | $(TOOLS_LOCKED)
+	$(call make_venv,.venv,requirements/environment.txt,$(FIRST_LOCKS))
 
 ifdef OTHER
 $(LOCKED): | $(TOOLS_LOCKED)
-	$(call make_venv,$(VENV),$(LOCK_FILE))
+	$(call make_venv,$(VENV),$(LOCK_FILE),$(LOCK_FILE))
 endif
 
 build/clients/skyrl/.locked-%: CLIENT_PYTHON = $(PYTHON312)

@@ -17,6 +17,7 @@ ROOMS = {
     "source": ("fetch",),
     "series": ("apply", "export", "check", "rebase", "status"),
     "wheel": ("build", "identity", "verify"),
+    "locks": ("trim",),
     "release": ("prepare", "build"),
     "upstream": ("test", "check-patches", "submit"),
 }

@@ -41,7 +41,7 @@ def test_every_verb_has_an_example_that_parses_in_its_help_and_in_that_of_the_to
         assert own.endswith(f"example:\n  python -m tools {line}\n")
 
 
-@pytest.mark.parametrize("room", ["source", "series", "wheel", "release", "upstream"])
+@pytest.mark.parametrize("room", ["source", "locks", "series", "wheel", "release", "upstream"])
 def test_the_help_of_a_room_lists_its_verbs(room: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(room, capsys=capsys)
     listed = re.findall(r"^    ([a-z-]+)", text, re.MULTILINE)
@@ -78,7 +78,7 @@ def test_the_root_is_the_repository_of_the_tools() -> None:
 
 
 def test_rooms_import_only_rooms_below_them() -> None:
-    rooms = ("common", "source", "series", "wheel", ("release", "upstream"))
+    rooms = ("common", "source", ("locks", "series"), "wheel", ("release", "upstream"))
     below: set[str] = set()
     for floor in rooms:
         names = {floor} if isinstance(floor, str) else set(floor)

@@ -64,7 +64,7 @@ def copy(tmp_path: Path) -> Path:
         (f"patches/{DEFAULT_LINE}/series", r"\A", ("series",)),
         ("patches/other/upstream.toml", r"^size = \d+", ()),
         ("patches/other/series", r"\A", ()),
-        ("requirements/environment.txt", r"^cyclonedx-python-lib==", ("pristine", "series")),
+        ("requirements/tools.txt", r"^cyclonedx-python-lib==", ("pristine", "series")),
         ("requirements/environment.txt", r"^pytest==", ()),
         ("tools/wheel/plan.py", r"\A", ("pristine", "series")),
         ("tools/wheel/verify.py", r"\A", ()),
