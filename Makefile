@@ -382,7 +382,7 @@ comma := ,
 # The tools, and the installer of everything else.
 $(TOOLS_LOCKED):
 	$(call check_python,$(PYTHON),sys.version_info >= (3$(comma) 11),Python 3.11 or newer with its venv module)
-	@echo "Installing the $$(grep -c '^[^ #]*==' requirements/tools.txt) packages of the tools and uv into .venv-tools (30 MB to download)"
+	@echo "Installing the $$(grep -c '^[^ #]*==' requirements/tools.txt) packages of the tools and uv into .venv-tools (21 MB to download)"
 	@rm -rf .venv-tools
 	@"$(PYTHON)" -m venv .venv-tools
 	@.venv-tools/bin/python -m pip install --quiet --quiet --disable-pip-version-check --only-binary :all: \

@@ -22,7 +22,7 @@ PROSE = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/clients.md",
-    "docs/rooms.md",
+    "docs/repository.md",
     "docs/wheel.md",
     "examples/clients/README.md",
 ]
