@@ -39,7 +39,7 @@ def draw(url: str, minutes: float, out: Path) -> None:
     span = {"start": end - 60 * minutes, "end": end, "step": max(1.0, minutes / 10)}
     figure, axes = plt.subplots(1, len(QUERIES), figsize=(12, 3.2))
     for axis, (title, query) in zip(axes, QUERIES.items(), strict=True):
-        reply = httpx.get(f"{url}/api/v1/query_range", params={"query": query, **span})
+        reply = httpx.get(f"{url}/api/v1/query_range", params={"query": query, **span}, timeout=60)
         series = reply.raise_for_status().json()["data"]["result"]
         if not series:
             raise ValueError(f"Prometheus at {url} has nothing of {query} in {minutes:g} minutes")

@@ -164,7 +164,7 @@ class Server(Kept):
         )
         return json.loads(self._open(request, timeout_s))
 
-    def get(self, path: str, timeout_s: float = 10.0) -> str:
+    def get(self, path: str, timeout_s: float = 60.0) -> str:
         """GET a text, for example "/metrics". Raises ServerError as `post` does."""
         return self._open(urllib.request.Request(self.url + path), timeout_s).decode()
 

@@ -378,6 +378,6 @@ def test_error_without_a_text_is_told_by_its_name() -> None:
 @pytest.mark.parametrize("body", ["{", "[]", '{"sampling_params": 1}', '{"n": "x"}'])
 def test_body_that_cannot_be_read_is_refused(body: str) -> None:
     with standing(prefilled(), prefilled()) as url:
-        reply = httpx.post(url + GENERATE, content=body, trust_env=False, timeout=30)
+        reply = httpx.post(url + GENERATE, content=body, trust_env=False, timeout=120)
     assert reply.status_code == 400
     assert "is no JSON object" in reply.json()["error"]["message"]

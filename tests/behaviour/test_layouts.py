@@ -60,7 +60,7 @@ def workers(model: Path, **options: Any) -> Iterator[LLM]:
         with running(model, distributed_executor_backend="mp", **options) as llm:
             yield llm
     started = set(psutil.Process().children(recursive=True)) - before
-    _, alive = psutil.wait_procs(started, timeout=30)
+    _, alive = psutil.wait_procs(started, timeout=120)
     # Python's own helper process stays.
     alive = [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
     assert not alive

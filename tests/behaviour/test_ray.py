@@ -160,6 +160,7 @@ def test_dead_ray_worker_ends_the_answer_with_an_error(model: Path, tmp_path: Pa
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(server.generate, [5, 6, 7], max_tokens=1000, ignore_eos=True)
             while not server.metric("vllm:num_requests_running"):
+                assert not answer.done(), "the answer ended before the worker"
                 time.sleep(0.05)
             actors(server)[0].send_signal(signal.SIGKILL)
             with pytest.raises(ServerError):

@@ -49,7 +49,8 @@ def request(server: Server, prompt: list[int], **sampling: Any) -> dict[str, Any
 def stream(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The first choice of every chunk."""
     body = {**body, "stream": True}
-    with httpx.stream("POST", server.url + "/inference/v1/generate", json=body) as reply:
+    url = server.url + "/inference/v1/generate"
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=120) as reply:
         for line in reply.iter_lines():
             data = line.removeprefix("data: ")
             if data and data != "[DONE]":

@@ -73,7 +73,9 @@ def answers(
     for name, (arguments, env) in setups.items():
         log = tmp_path_factory.mktemp(name) / "server.log"
         with Server(model, log=log, args=arguments, env=env) as server:
-            version = httpx.get(server.url + "/version", trust_env=False).json()["version"]
+            version = httpx.get(server.url + "/version", trust_env=False, timeout=60).json()[
+                "version"
+            ]
             # The pristine build is number 0.
             assert ("+re.0." in version) == (name == "pristine"), version
             found[name] = {

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +28,8 @@ SETTINGS = {
     "max_num_batched_tokens": 64,
     "kv_cache_memory_bytes": 64 << 20,
 }
+# Tokens of a model that aborts are tried on, and of an answer that is aborted: it cannot end first.
+LENGTH, LONG = 32_768, 32_000
 Routes = npt.NDArray[np.int64]
 
 
@@ -67,6 +70,26 @@ def write_record(folder: Path, behaviour: str, turns: Sequence[Turn]) -> None:
     """Write the conversation of a behaviour as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{behaviour}.json").write_text(json.dumps([asdict(turn) for turn in turns]))
+
+
+def try_record(folder: Path, behaviour: str, turns: Iterator[Turn]) -> None:
+    """Write the record of a behaviour, or the traceback where it fails: other behaviours go on."""
+    try:
+        write_record(folder, behaviour, list(turns))
+    except Exception:
+        write_error(folder, behaviour, traceback.format_exc())
+
+
+def write_error(folder: Path, behaviour: str, why: str) -> None:
+    """Write why a behaviour has no record, or no samples."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{behaviour}.error").write_text(why)
+
+
+def refuse_error(folder: Path, behaviour: str) -> None:
+    """Raise an AssertionError if a behaviour has an error instead of a record or of samples."""
+    error = folder / f"{behaviour}.error"
+    assert not error.exists(), error.read_text()
 
 
 def read_record(file: Path) -> list[Turn]:

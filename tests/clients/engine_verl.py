@@ -18,14 +18,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from driving import BEHAVIOURS, PROMPT, SETTINGS, Turn, make_turn
+from driving import BEHAVIOURS, LENGTH, LONG, PROMPT, SETTINGS, Turn, make_turn
 
 OPTIONS = [
     "dtype=float32",
     "enforce_eager=True",
     "load_format=auto",
     "tensor_model_parallel_size=1",
-    "max_model_len=1024",
+    f"max_model_len={LENGTH}",
     "max_num_seqs=8",
     "max_num_batched_tokens=64",
     "enable_sleep_mode=False",
@@ -76,9 +76,10 @@ async def ask(server: Any, prompt: list[int], **sampling: Any) -> tuple[list[int
 
 async def abort(server: Any, prompt: list[int]) -> Turn:
     """Abort a request after some tokens, as before a weight update."""
-    asked = asyncio.create_task(ask(server, prompt, max_tokens=700))
+    asked = asyncio.create_task(ask(server, prompt, max_tokens=LONG))
     states = server.engine.output_processor.request_states
     while not any(state.detokenizer.num_output_tokens() > 8 for state in states.values()):
+        assert not asked.done(), "the request ended before it was aborted"
         await asyncio.sleep(0.01)
     await server.abort_all_requests()
     answer = await asked
@@ -97,6 +98,10 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
         asked = [ask(server, prompt, seed=seed + i, **sampling) for i in range(n)]
         return make_turn(prompt, [runner.run(answer) for answer in asked])
 
+    def aborted() -> Iterator[Turn]:
+        yield (turn := runner.run(abort(server, say(PROMPT))))
+        yield send(turn.sequence)
+
     with asyncio.Runner() as runner:
         server = make_server(checkpoint)
         server._server_address = "127.0.0.1"  # else the host's own
@@ -104,7 +109,6 @@ def roll_out(checkpoint: str) -> Iterator[tuple[str, Iterable[Turn]]]:
         try:
             for behaviour in ("one turn", "several turns, resent", "n > 1", "prefix-cache hit"):
                 yield behaviour, BEHAVIOURS[behaviour](SimpleNamespace(say=say, send=send))
-            aborted = runner.run(abort(server, say(PROMPT)))
-            yield "abort and resume", [aborted, send(aborted.sequence)]
+            yield "abort and resume", aborted()
         finally:
             server.engine.shutdown()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,9 +21,9 @@ import numpy as np
 
 from examples.client import PATH
 from harness.checkpoint import make_checkpoint
-from harness.server import Server
+from harness.server import Server, ServerError
 from tests.clients import driving
-from tests.clients.driving import PROMPT, SETTINGS, Turn, write_record
+from tests.clients.driving import LENGTH, LONG, PROMPT, SETTINGS, Turn, try_record, write_error
 
 # The line that is installed.
 LINE = "v" + version("vllm").partition("+")[0]
@@ -35,8 +35,7 @@ ARGUMENTS = [
 ]
 # Requests that run at once: `harness.server.ARGUMENTS`.
 MOST = 8
-# Of a request that is aborted. It has some seconds to run.
-LONG = {"max_tokens": 700, "temperature": 1.0}
+ABORTED = {"max_tokens": LONG, "temperature": 1.0}
 # /pause and /resume.
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 HITS, GENERATED = "vllm:prefix_cache_hits_total", "vllm:generation_tokens_total"
@@ -70,19 +69,17 @@ class Engine:
         assert events.pop() == "[DONE]"
         return Turn(prompt, start, [json.loads(event) for event in events])
 
-    def wait_for(self, metric: str, value: float) -> None:
-        """Wait until a metric is at least a value."""
-        for _ in range(3000):
-            if (self.server.metric(metric) or 0) >= value:
-                return
+    def wait_for(self, metric: str, value: float, asked: Future[Turn]) -> None:
+        """Wait until a metric is at least a value, while a request runs."""
+        while (self.server.metric(metric) or 0) < value:
+            assert not asked.done(), f"the request ended before {metric} was {value}"
             time.sleep(0.01)
-        raise AssertionError(f"{metric} is not {value} yet")
 
     def abort(self, prompt: list[int], metric: str, value: float) -> Turn:
         """Ask for a long answer, and abort all requests once a metric has a value."""
         with ThreadPoolExecutor(1) as background:
-            asked = background.submit(self.send, prompt, **LONG)
-            self.wait_for(metric, value)
+            asked = background.submit(self.send, prompt, **ABORTED)
+            self.wait_for(metric, value, asked)
             self.server.post("/pause?mode=abort", {})
             turn = asked.result()
         self.server.post("/resume", {})
@@ -114,8 +111,8 @@ def aborted(engine: Engine) -> Iterator[Turn]:
 def aborted_at_once(engine: Engine) -> Iterator[Turn]:
     """Aborted while it waits for others, before its first token, and sent again."""
     with ThreadPoolExecutor(1) as background:
-        others = background.submit(engine.send, engine.say(PROMPT), n=MOST, **LONG)
-        engine.wait_for("vllm:num_requests_running", MOST)
+        others = background.submit(engine.send, engine.say(PROMPT), n=MOST, **ABORTED)
+        engine.wait_for("vllm:num_requests_running", MOST, others)
         turn = engine.abort(engine.say(PROMPT), "vllm:num_requests_waiting", 1)
         others.result()
     assert turn.aborted_at_once
@@ -126,7 +123,7 @@ def aborted_at_once(engine: Engine) -> Iterator[Turn]:
 # A small family for each form of rows, its checkpoint, and the behaviours that are recorded.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Callable[[Engine], Iterator[Turn]]]]] = {
     "dense-first": (
-        {"mlp_only_layers": [0]},
+        {"mlp_only_layers": [0], "max_position_embeddings": LENGTH},
         {
             **driving.BEHAVIOURS,
             "stream": streamed,
@@ -150,7 +147,7 @@ def record(model: str, folder: Path, records: Path) -> Path:
     Args:
         model: key of `MODELS`.
         folder: gets `checkpoint` and `server.log`.
-        records: gets a JSON file for each behaviour.
+        records: gets a JSON file for each behaviour, or its error.
 
     Returns:
         The checkpoint.
@@ -158,8 +155,13 @@ def record(model: str, folder: Path, records: Path) -> Path:
     settings, behaviours = MODELS[model]
     checkpoint = make_checkpoint(folder / "checkpoint", **settings)
     log = folder / "server.log"
-    with Server(checkpoint, log, ARGUMENTS, ENVIRONMENT, line=LINE) as server:
-        engine = Engine(server, np.random.default_rng(len(model)))
-        for name, behaviour in behaviours.items():
-            write_record(records, name, list(behaviour(engine)))
+    arguments = [*ARGUMENTS, f"--max-model-len={settings.get('max_position_embeddings', 1024)}"]
+    try:
+        with Server(checkpoint, log, arguments, ENVIRONMENT, line=LINE) as server:
+            engine = Engine(server, np.random.default_rng(len(model)))
+            for name, behaviour in behaviours.items():
+                try_record(records, name, behaviour(engine))
+    except ServerError as error:
+        for name in behaviours:
+            write_error(records, name, f"the server of {model} did not start: {error}")
     return checkpoint

@@ -11,7 +11,7 @@ tokens and routes. OUT/<behaviour>.npz then has for each sample `tokens<i>`, (T,
 itself. Where the client fails, OUT/<behaviour>.error has its traceback.
 
 The second one calls `roll_out` of the module, which yields behaviours and their turns, and writes a
-record for each. The packages are the client's, behind those of the environment.
+record for each, or BEHAVIOUR.error. The packages are the client's, after those of the environment.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from driving import Turn, read_record, write_record
+from driving import Turn, read_record, try_record, write_error
 
 
 def replay_records(replay: Callable[[list[Turn]], Any], records: Path, out: Path) -> None:
     out.mkdir(parents=True)
+    for error in records.glob("*.error"):
+        write_error(out, error.stem, error.read_text())
     for file in sorted(records.glob("*.json")):
         try:
             arrays = {}
@@ -37,7 +39,7 @@ def replay_records(replay: Callable[[list[Turn]], Any], records: Path, out: Path
                 arrays[f"routes{i}"] = np.asarray(routes, dtype=np.int64)
             np.savez(out / f"{file.stem}.npz", **arrays)
         except Exception:
-            (out / f"{file.stem}.error").write_text(traceback.format_exc())
+            write_error(out, file.stem, traceback.format_exc())
 
 
 if __name__ == "__main__":
@@ -46,6 +48,6 @@ if __name__ == "__main__":
         checkpoint, records, packages = arguments
         sys.path.append(packages)
         for behaviour, turns in importlib.import_module(name).roll_out(checkpoint):
-            write_record(Path(records), behaviour, list(turns))
+            try_record(Path(records), behaviour, iter(turns))
     else:
         replay_records(importlib.import_module(name).replay, *map(Path, arguments))

@@ -21,7 +21,7 @@ from harness import oracle
 from harness.lines import FIRST
 from tests.clients import rules
 from tests.clients.conftest import BROKEN, CLIENTS, RECIPES, Answers
-from tests.clients.driving import OWN, read_record
+from tests.clients.driving import OWN, read_record, refuse_error
 from tests.clients.recorder import BEHAVIOURS, LINE
 
 # The first one waits for three servers.
@@ -30,8 +30,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
 
 def read_samples(folder: Path, behaviour: str) -> list[tuple[Any, Any]]:
     """What a client's program wrote."""
-    error = folder / f"{behaviour}.error"
-    assert not error.exists(), error.read_text()
+    refuse_error(folder, behaviour)
     with np.load(folder / f"{behaviour}.npz") as arrays:
         return [(arrays[f"tokens{i}"], arrays[f"routes{i}"]) for i in range(len(arrays.files) // 2)]
 
@@ -71,6 +70,7 @@ def test_client_takes_the_oracles_rows(
     table[client, behaviour] = "**wrong**"
     samples: Sequence[tuple[Any, Any]]
     if rule:
+        refuse_error(folder, behaviour)
         samples = rules.apply(rule, read_record(folder / f"{behaviour}.json"))
     else:
         samples = read_samples(folder, behaviour)
@@ -100,6 +100,7 @@ def test_hugging_face_model_replays_rows_with_the_transformers_of_the_line(
 ) -> None:
     checkpoint = answers.checkpoints[BEHAVIOURS[behaviour]]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    refuse_error(answers.records, behaviour)
     (completion,) = read_record(answers.records / f"{behaviour}.json")[0].completions()
     tokens = torch.tensor([[*completion.prompt, *completion.token_ids][:-1]])
     own = model(tokens).logits
