@@ -2,7 +2,7 @@
 #
 # A finished step leaves a stamp whose name holds a digest of what went into it, so a step runs again
 # when its input changed, and only then: a touched file or a switched branch costs nothing, a removed
-# patch is noticed. The verbs of tools/ are safe to repeat; the stamps save the time.
+# patch is noticed. The commands of tools/ are safe to repeat; the stamps save the time.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -53,6 +53,13 @@ IMAGE ?= vllm-routed-experts:$(VARIANT)
 BUILD ?= docker build
 # The base wheels that wheel-cuda and verify-cuda take: those of the line's pin.
 CUDA ?= $(shell sed -n 's/^\[wheel\.\(cuda[a-z0-9-]*\)\]$$/\1/p' patches/$(LINE)/upstream.toml)
+
+# The number of the release, where it goes, and the base wheels that it takes: no wheel for tests, which
+# has a version of its own.
+NUMBER := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+RELEASE := $(MADE)/release/re.$(NUMBER)
+RELEASED = $(shell awk -F '[].[]' '/^\[/{if (v) print v; v = ""} /^\[wheel\./{v = $$3} /^version = /{v = ""} END {if (v) print v}' \
+	patches/$(LINE)/upstream.toml)
 
 digest = $(shell { $(1); } 2>/dev/null | sha256sum | cut -c 1-16)
 files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
@@ -200,11 +207,6 @@ bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small 
 	@exec $(PY) -m benchmarks.overhead --out build/bench/overhead --build pristine=$(MADE)/pristine/site --build patched= \
 		$(or $(ARGS),--engine pristine:off --engine patched:off --engine patched:opt-in)
 
-.PHONY: bench-latency
-bench-latency: $(INSTALLED) $(PRISTINE) #> What rows cost streams over HTTP, servers in turns (ARGS=... chooses)
-	@exec $(PY) -m benchmarks.latency --out build/bench/latency --build pristine=$(MADE)/pristine/site --build patched= \
-		$(or $(ARGS),--server pristine:off --server pristine:on --server patched:off --server patched:opt-in --kv-gib 0.5 --together)
-
 ##@ Work on the series
 
 .PHONY: source
@@ -272,13 +274,27 @@ verify-cuda: $(TOOLS_LOCKED) #> Build the CUDA wheels twice, in two directories:
 	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm $(FROM)
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
-.PHONY: release-prepare
-release-prepare: apply #> Write number and changelog of the next release, for a person to read and commit
-	$(TOOLS) release prepare $(FROM)
-
 .PHONY: release
-release: apply #> Build the prepared release into build/<line>/release: wheels, checksums, provenance
-	$(TOOLS) release build $(FROM)
+release: apply #> Build the release of this commit into build/<line>/release: wheels, checksums, provenance
+	@changed=$$(git status --porcelain); [ -z "$$changed" ] || \
+		{ echo "error: a release is made of a commit, and this is not committed:" >&2; echo "$$changed" >&2; exit 1; }
+	@grep -qx '## re\.$(NUMBER), [0-9-]\{10\}' CHANGELOG.md || \
+		{ echo "error: CHANGELOG.md has no section '## re.$(NUMBER), <date>': see CONTRIBUTING.md, Making a release" >&2; exit 1; }
+	@tagged=$$(git rev-parse --verify --quiet 're.$(NUMBER)^{commit}' || git rev-parse HEAD); [ "$$tagged" = "$$(git rev-parse HEAD)" ] || \
+		{ echo "error: re.$(NUMBER) is released already, as $$tagged: the next one has another version in pyproject.toml" >&2; exit 1; }
+	@[ -n "$(RELEASED)" ] || { echo "error: the wheels of $(LINE) are for tests only: none may be released" >&2; exit 1; }
+	$(TOOLS) series check
+	$(TOOLS) series export --check
+	@rm -rf $(RELEASE).new && mkdir -p $(RELEASE).new
+	for variant in $(RELEASED); do $(TOOLS) wheel build --variant $$variant --out $(RELEASE).new $(FROM); done
+	$(TOOLS) wheel verify $(RELEASE).new/*.whl $(FROM)
+	$(TOOLS) wheel provenance $(RELEASE).new/*.whl
+	@awk '/^## /{wanted = index($$0, "## re.$(NUMBER), ") == 1} wanted' CHANGELOG.md >$(RELEASE).new/CHANGES.md
+	@cd $(RELEASE).new && sums=$$(LC_ALL=C sha256sum *) && echo "$$sums" >SHA256SUMS
+	@if [ -e $(RELEASE) ]; then diff -rq $(RELEASE) $(RELEASE).new || \
+		{ echo "error: $(RELEASE) holds another release of this number; move it away" >&2; exit 1; }; fi
+	@rm -rf $(RELEASE) && mv $(RELEASE).new $(RELEASE) && ls $(RELEASE)
+	@echo "Nothing was tagged, pushed or published. Next: git tag --annotate re.$(NUMBER), sign it, publish it"
 
 .PHONY: image
 image: $(TOOLS_LOCKED) #> Build an image: make image VARIANT=cuda|cpu BASE_IMAGE=name@sha256:... (deploy/README.md)

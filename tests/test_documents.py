@@ -328,9 +328,3 @@ def test_the_container_commands_of_the_readme_name_one_image(tmp_path: Path) -> 
 def test_the_wheel_of_the_documents_is_installed_and_verified(scratch: Scratch) -> None:
     (commands,) = blocks("docs/wheel.md")["The wheel"]
     assert scratch.type(commands).count("verified: ") == 2
-
-
-def test_every_block_of_the_documents_is_executed_here() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
-    for heading in CONTRIBUTING:
-        assert f'CONTRIBUTING["{heading}"]' in source, heading

@@ -116,11 +116,6 @@ def test_help_all_lists_every_target_once() -> None:
     assert sorted(listed("help-all")) == sorted(targets())
 
 
-def test_make_alone_lists_a_dozen() -> None:
-    assert len(listed()) == 12
-    assert set(listed()) <= set(targets())
-
-
 def test_make_test_lints_first_and_ends_with_the_summary_of_the_tests() -> None:
     plan = make("--dry-run", "test").stdout.splitlines()
     lint = next(n for n, line in enumerate(plan) if "pre_commit run --all-files" in line)
@@ -263,12 +258,6 @@ def test_no_committed_file_names_a_registry_or_a_place_on_this_machine() -> None
     for name, text in texts([n for n in committed() if not n.endswith(".patch")]).items():
         for word in registries() + places:
             assert word not in text, f"{name} names {word}"
-
-
-def test_no_module_outside_the_tests_has_over_400_lines() -> None:
-    modules = [n for n in committed() if n.endswith(".py") and not n.startswith("tests/")]
-    lengths = {name: read(name).count("\n") for name in modules}
-    assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
 def test_digests_of_the_pin_stand_in_one_file() -> None:

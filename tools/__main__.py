@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one entry point. ``python -m tools ROOM VERB`` runs ``run`` of ``tools/ROOM/VERB.py``."""
+"""The one entry point. ``python -m tools PACKAGE COMMAND`` runs ``run`` of that module."""
 
 import argparse
 import sys
@@ -13,59 +13,60 @@ from tools.common.pin import DEFAULT_LINE, Project
 
 _ROOT = Path(__file__).resolve().parent.parent
 
-ROOMS = {
+PACKAGES = {
     "source": ("fetch",),
     "series": ("apply", "export", "check", "rebase", "status"),
-    "wheel": ("build", "identity", "verify"),
+    "wheel": ("build", "identity", "verify", "provenance"),
     "locks": ("trim",),
-    "release": ("prepare", "build"),
     "upstream": ("test", "check-patches", "submit"),
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    """All rooms and verbs. A room's docstring and the docstring of a verb's ``run`` are the help;
-    its ``EXAMPLE`` is an example of arguments, and ``declare``, if any, adds the arguments."""
+    """All packages and commands. The help is a package's docstring and that of a command's ``run``.
+    ``EXAMPLE`` of a command is an example of arguments, and ``declare``, if any, adds them."""
     top = argparse.ArgumentParser(
         prog="python -m tools",
-        description="Source, patches, wheels, releases and upstream tests of vllm-routed-experts.",
+        description="Source, patches, locks, wheels and upstream tests of vllm-routed-experts.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root = "the repository (default: the one of this file)"
     top.add_argument("--root", type=Path, default=_ROOT, help=root)
     on = f"the line of patches/ (default: {DEFAULT_LINE})"
     top.add_argument("--on", default=DEFAULT_LINE, metavar="LINE", help=on)
-    rooms = top.add_subparsers(metavar="ROOM", required=True)
+    packages = top.add_subparsers(metavar="PACKAGE", required=True)
     examples = []
-    for room, verbs in ROOMS.items():
-        about = (import_module(f"tools.{room}").__doc__ or "").rstrip(".")
-        parsers = rooms.add_parser(room, help=about, description=about)
-        verb_parsers = parsers.add_subparsers(metavar="VERB", required=True)
-        for verb in verbs:
-            module = import_module(f"tools.{room}.{verb.replace('-', '_')}")
+    for package, commands in PACKAGES.items():
+        about = (import_module(f"tools.{package}").__doc__ or "").rstrip(".")
+        parsers = packages.add_parser(package, help=about, description=about)
+        command_parsers = parsers.add_subparsers(metavar="COMMAND", required=True)
+        for command in commands:
+            module = import_module(f"tools.{package}.{command.replace('-', '_')}")
             text = " ".join(module.run.__doc__.split())
             summary = text.split(". ")[0].split("; ")[0].rstrip(".")
-            example = f"python -m tools {room} {verb} {getattr(module, 'EXAMPLE', '')}".rstrip()
+            example = (
+                f"python -m tools {package} {command} {getattr(module, 'EXAMPLE', '')}".rstrip()
+            )
             examples.append(f"  {example}\n      {summary}")
-            verb_parser = verb_parsers.add_parser(
-                verb,
+            command_parser = command_parsers.add_parser(
+                command,
                 help=summary,
                 description=textwrap.fill(text, 88),
                 epilog=f"example:\n  {example}",
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
-            # Also after the verb; SUPPRESS keeps a value that was given before it.
-            verb_parser.add_argument("--on", default=argparse.SUPPRESS, metavar="LINE", help=on)
+            # Also after the command; SUPPRESS keeps a value that was given before it.
+            command_parser.add_argument("--on", default=argparse.SUPPRESS, metavar="LINE", help=on)
             if declare := getattr(module, "declare", None):
-                declare(verb_parser)
-            verb_parser.set_defaults(run=module.run)
-    last = "Help on one verb: python -m tools ROOM VERB --help"
+                declare(command_parser)
+            command_parser.set_defaults(run=module.run)
+    last = "Help on one command: python -m tools PACKAGE COMMAND --help"
     top.epilog = "\n".join(["examples:", *examples, "", last])
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit status: 0, 1 for an error that is explained, 2 for wrong usage."""
+    """Run one command. Exit status: 0, 1 for an error that is explained, 2 for wrong usage."""
     parsed = parser().parse_args(arguments)
     given = vars(parsed)
     wheelhouse, offline = given.get("wheelhouse"), given.get("offline", False)

@@ -187,8 +187,8 @@ def collect(record: dict[str, Any], scratch: Path, count: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    runs = verbs.add_parser("run", help="one build, one model")
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="one build, one model")
     runs.add_argument("--build-label", required=True, help="for the record, e.g. pristine")
     runs.add_argument("--flag", choices=["on", "off", "opt-in"], default="on")
     runs.add_argument("--model", choices=["qwen3", "gptoss", "tiny"], default="qwen3")
@@ -200,11 +200,11 @@ def main() -> int:
     runs.add_argument("--out", type=Path, required=True, help="folder for the record")
     runs.add_argument("--port", type=int, default=29650, help="the first of some free ones")
     runs.add_argument("--eager", action="store_true", help="no CUDA graphs: starts sooner")
-    plots = verbs.add_parser("plot", help="a picture of records")
+    plots = commands.add_parser("plot", help="a picture of records")
     plots.add_argument("files", type=Path, nargs="+")
     plots.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.verb == "plot":
+    if arguments.command == "plot":
         return plot(arguments.files, arguments.out)
     if arguments.gpus % arguments.tp:
         parser.error(f"{arguments.gpus} GPUs are not engines of {arguments.tp} each")

@@ -122,7 +122,7 @@ def test_trailing_blanks_in_context_and_removed_lines_are_allowed(toy: Toy) -> N
     toy.do("series", "check")
 
 
-@pytest.mark.parametrize("verb", ["check", "apply"])
+@pytest.mark.parametrize("command", ["check", "apply"])
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
@@ -137,14 +137,14 @@ def test_trailing_blanks_in_context_and_removed_lines_are_allowed(toy: Toy) -> N
     ],
 )
 def test_a_damaged_or_dangerous_diff_is_refused(
-    toy: Toy, old: str, new: str, what: str, verb: str
+    toy: Toy, old: str, new: str, what: str, command: str
 ) -> None:
     toy.do("series", "apply", "--pristine")
     path = toy.patches / NAMES[1]
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    error = toy.refuse("series", verb)
+    error = toy.refuse("series", command)
     assert what in error
     assert NAMES[1] in error
     assert not list(toy.root.parent.rglob("escaped.py"))
@@ -158,13 +158,13 @@ def test_a_binary_file_is_refused(toy: Toy) -> None:
 
 def test_a_listed_patch_that_does_not_exist_is_refused(toy: Toy) -> None:
     (toy.patches / NAMES[1]).unlink()
-    for verb in ("check", "apply"):
-        error = toy.refuse("series", verb)
+    for command in ("check", "apply"):
+        error = toy.refuse("series", command)
         assert "a listed patch does not exist" in error
         assert NAMES[1] in error
 
 
-@pytest.mark.parametrize("verb", ["check", "apply"])
+@pytest.mark.parametrize("command", ["check", "apply"])
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -172,10 +172,10 @@ def test_a_listed_patch_that_does_not_exist_is_refused(toy: Toy) -> None:
         ("../outside.patch", "not that of a patch beside it"),
     ],
 )
-def test_a_list_that_is_wrong_is_refused(toy: Toy, name: str, said: str, verb: str) -> None:
+def test_a_list_that_is_wrong_is_refused(toy: Toy, name: str, said: str, command: str) -> None:
     with (toy.patches / "series").open("a") as file:
         file.write(f"{name}\n")
-    assert said in toy.refuse("series", verb)
+    assert said in toy.refuse("series", command)
 
 
 def test_a_patch_not_in_the_series_is_refused(toy: Toy) -> None:

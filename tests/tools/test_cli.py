@@ -14,7 +14,7 @@ from tools.common.git import Git
 from tools.common.pin import Project
 
 TOOLS = Path(tools.__main__.__file__).parent
-VERBS = [
+COMMANDS = [
     (path.parent.name, path.stem.replace("_", "-"))
     for path in TOOLS.glob("*/*.py")
     if "\ndef run(" in path.read_text()
@@ -33,7 +33,7 @@ def test_every_verb_has_an_example_that_parses_in_its_help_and_in_that_of_the_to
 ) -> None:
     text = help_of(capsys=capsys)
     examples = re.findall(r"^  python -m tools (.*)$", text, re.MULTILINE)
-    assert {tuple(line.split()[:2]) for line in examples} == set(VERBS)
+    assert {tuple(line.split()[:2]) for line in examples} == set(COMMANDS)
     for line in examples:
         words = shlex.split(line)
         parser().parse_args(words)
@@ -41,11 +41,13 @@ def test_every_verb_has_an_example_that_parses_in_its_help_and_in_that_of_the_to
         assert own.endswith(f"example:\n  python -m tools {line}\n")
 
 
-@pytest.mark.parametrize("room", ["source", "locks", "series", "wheel", "release", "upstream"])
-def test_the_help_of_a_room_lists_its_verbs(room: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(room, capsys=capsys)
+@pytest.mark.parametrize("package", ["source", "locks", "series", "wheel", "upstream"])
+def test_the_help_of_a_room_lists_its_verbs(
+    package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(package, capsys=capsys)
     listed = re.findall(r"^    ([a-z-]+)", text, re.MULTILINE)
-    assert sorted(listed) == sorted(verb for other, verb in VERBS if other == room)
+    assert sorted(listed) == sorted(command for other, command in COMMANDS if other == package)
 
 
 def test_wrong_usage_ends_with_status_two() -> None:
@@ -78,9 +80,9 @@ def test_the_root_is_the_repository_of_the_tools() -> None:
 
 
 def test_rooms_import_only_rooms_below_them() -> None:
-    rooms = ("common", "source", ("locks", "series"), "wheel", ("release", "upstream"))
+    packages = ("common", "source", ("locks", "series"), "wheel", "upstream")
     below: set[str] = set()
-    for floor in rooms:
+    for floor in packages:
         names = {floor} if isinstance(floor, str) else set(floor)
         for name in names:
             text = "".join(path.read_text() for path in (TOOLS / name).glob("*.py"))

@@ -70,7 +70,7 @@ def copy(tmp_path: Path) -> Path:
         ("tools/wheel/verify.py", r"\A", ()),
         ("tools/common/errors.py", r"\A", ()),
         ("tools/upstream/submit.py", r"\A", ()),
-        ("tools/release/build.py", r"\A", ()),
+        ("tools/wheel/provenance.py", r"\A", ()),
     ],
 )
 def test_a_digest_changes_with_what_it_covers(

@@ -96,7 +96,7 @@ def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path:
         (new["wheel"]["cuda"], f"vllm-{NEXT}-{TAG}.whl"),
     ]:
         assert {**table, **facts(index.path(name))} == table
-    # Every verb accepts the result, and a fresh checkout of it gives the same commits.
+    # Every command accepts the result, and a fresh checkout of it gives the same commits.
     assert "nothing to do" in toy.do("series", "apply")
     toy.do("series", "export", "--check")
     toy.do("series", "check")

@@ -236,7 +236,7 @@ def test_a_failure_is_not_hidden_by_a_second_entry(tmp_path: Path) -> None:
     assert read_results(report)["c::t"].status == FAILED
 
 
-# --- the verb -------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

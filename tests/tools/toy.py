@@ -178,7 +178,7 @@ def trouble(place: str, when: Callable[..., bool] = lambda *_: True) -> Iterator
 
 @dataclass(frozen=True)
 class Result:
-    """Exit status and output of a verb."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -218,20 +218,20 @@ class Toy:
         return self.downloads / f"vllm-{VERSION}.tar.gz"
 
     def run(self, *arguments: str) -> Result:
-        """Run a verb in this process."""
+        """Run a command in this process."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main(["--root", str(self.root), "--on", self.line, *arguments])
         return Result(status, out.getvalue(), err.getvalue())
 
     def do(self, *arguments: str) -> str:
-        """Run a verb that must succeed."""
+        """Run a command that must succeed."""
         result = self.run(*arguments)
         assert result.status == 0, result.err
         return result.out
 
     def refuse(self, *arguments: str) -> str:
-        """Run a verb that must be refused; return its error."""
+        """Run a command that must be refused; return its error."""
         result = self.run(*arguments)
         assert result.status == 1, result.out
         return result.err[result.err.index("error: ") :]

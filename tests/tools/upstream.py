@@ -113,7 +113,7 @@ def configure(path: Path, monkeypatch: pytest.MonkeyPatch, name: str, email: str
 
 
 def everything(toy: Toy) -> dict[str, object]:
-    """What a failed verb must leave as it was: pin, series, build tree, contents of build/."""
+    """What a failed command must leave as it was: pin, series, build tree, contents of build/."""
     status = subprocess.run(
         ["git", "-C", str(toy.tree), "status", "--porcelain", "--branch"],
         capture_output=True,

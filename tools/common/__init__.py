@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all rooms share: git, the pin, errors, files, arguments."""
+"""What all packages share: git, the pin, errors, files, arguments."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that several verbs take, and what they print and write."""
+"""Arguments that several commands take, and what they print and write."""
 
 import argparse
 import sys
