@@ -44,10 +44,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Failure, command, table
+from examples.client import decode_rows
 from harness.checkpoint import make_checkpoint
 from harness.paired import ENOUGH_PAIRS
 from harness.process import QUIET
-from harness.server import decode_rows
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 TOP_K, MAX_LEN = 8, 200_000

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from harness.process import Kept
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +45,37 @@ def data_parallel(rank: int, size: int, port: int) -> dict[str, str]:
         "VLLM_DP_MASTER_IP": "127.0.0.1",
         "VLLM_DP_MASTER_PORT": str(port),
     }
+
+
+@contextmanager
+def ranks(
+    module: str,
+    specs: Sequence[Mapping[str, Any]],
+    folder: Path,
+    environment: Mapping[str, str],
+    port: int,
+    name: str = "engine",
+) -> Iterator[list[Kept]]:
+    """The processes of a data parallel group: `python -m MODULE SPEC` for each spec, a JSON file.
+
+    Args:
+        module: what each rank runs.
+        specs: of each rank.
+        folder: gets `<name>-<rank>.log` and the specs.
+        environment: variables of all ranks.
+        port: the first of several free ports.
+        name: of the group.
+    """
+    with ExitStack() as stack:
+        group = []
+        for rank, spec in enumerate(specs):
+            file = folder / f"spec-{name}-{rank}.json"
+            file.write_text(json.dumps(spec, default=str))
+            command = [sys.executable, "-m", module, str(file)]
+            own = data_parallel(rank, len(specs), port)
+            kept = Kept(command, folder / f"{name}-{rank}.log", {**environment, **own})
+            group.append(stack.enter_context(kept))
+        yield group
 
 
 def leave(llm: Any) -> None:

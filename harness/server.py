@@ -9,9 +9,7 @@ The `vllm` is the one that `sys.executable` finds: PYTHONPATH selects another.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import json
 import re
 import sys
@@ -23,14 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
-
+from examples import client
+from examples.client import Rows
 from harness.lines import FIRST, LINES
 from harness.process import Kept, free_port
-
-# (rows, layers, top-k): the experts that tokens chose.
-Rows = npt.NDArray[np.uint8 | np.uint16]
 
 # Called about ten times a second while waiting, with the seconds so far and the last log line.
 Progress = Callable[[float, str], None]
@@ -230,30 +224,16 @@ def read_answer(
         token_ids = tuple(int(t) for t in choice["token_ids"])
         if choice.get("routed_experts") is None:
             return Answer(tuple(prompt), token_ids, None, 0, ())
-        start = int(choice["routed_experts_start"]) if states_place else 0
-        layers = tuple(int(i) for i in choice["moe_layers"]) if states_place else None
-        rows = decode_rows(choice["routed_experts"])
+        if states_place:
+            (c,) = client.join(prompt, [reply])
+            return Answer(c.prompt, c.token_ids, c.rows, c.start, c.moe_layers)
+        rows = client.decode_rows(choice["routed_experts"])
     except (KeyError, IndexError, TypeError, ValueError) as e:
         raise ServerError(f"the answer cannot be read: {type(e).__name__}: {e}") from e
-    wanted = len(prompt) + len(token_ids) - 1 - start
+    wanted = len(prompt) + len(token_ids) - 1
     if len(rows) != wanted:
-        raise ServerError(
-            f"the answer has {len(rows)} rows; {len(prompt)} prompt and {len(token_ids)} "
-            f"returned tokens from position {start} make {wanted}"
-        )
-    return Answer(tuple(prompt), token_ids, rows, start, layers)
-
-
-def decode_rows(text: str) -> Rows:
-    """Decode the field `routed_experts`: base64 of a `.npy` file of shape (rows, layers, top-k).
-
-    Raises:
-        ValueError: anything else.
-    """
-    rows = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    if rows.ndim != 3 or rows.dtype not in (np.uint8, np.uint16):
-        raise ValueError(f"routed_experts is {rows.dtype} of shape {rows.shape}")
-    return rows
+        raise ServerError(f"the answer has {len(rows)} rows; its tokens make {wanted}")
+    return Answer(tuple(prompt), token_ids, rows, 0, None)
 
 
 # Never use a proxy of the environment for loopback.

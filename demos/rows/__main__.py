@@ -25,11 +25,12 @@ from tokenizers import Tokenizer
 from demos import program
 from demos.program import Failure, Waiting
 from demos.rows import report
+from examples.client import Rows
 from harness import text
 from harness.lines import FIRST, LINES
 from harness.oracle import Comparison, Oracle, compare
 from harness.process import Kept
-from harness.server import Answer, Rows
+from harness.server import Answer
 
 CHUNK = 64  # tokens per engine step: longer prompts are prefilled in pieces
 MOST_TOLD = 5  # disagreements named one by one

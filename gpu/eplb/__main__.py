@@ -21,7 +21,6 @@ prints the last lines of all logs. `--minutes` limits the whole run.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import json
 import os
@@ -35,7 +34,7 @@ import numpy as np
 
 from harness import hosts
 from harness.checkpoint import make_checkpoint
-from harness.process import Kept, free_port
+from harness.process import free_port
 
 WORLD_SIZE = 2
 NUM_EXPERTS = 64
@@ -45,16 +44,6 @@ STAND_IN_LAYERS = 2
 LEAST_REBALANCES = 4
 LEAST_EQUAL_SEQUENCES = 0.97
 LEAST_EQUAL_ROWS = 0.999
-PASSED_ON = (
-    "checkpoint",
-    "device",
-    "communicator",
-    "requests",
-    "rounds",
-    "max_tokens",
-    "step_interval",
-)
-
 ENVIRONMENT = {
     **hosts.environment(),
     # Runs the engine core in this process, so that its errors keep their text.
@@ -187,25 +176,16 @@ def run_rank(args: argparse.Namespace) -> None:
 
 def run_mode(mode: str, args: argparse.Namespace, deadline: float) -> list[dict[str, Any] | None]:
     """What each rank found; None for one that wrote nothing."""
-    port = free_port()
     files = [args.out / f"{mode}-{rank}.json" for rank in range(WORLD_SIZE)]
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(WORLD_SIZE):
-            environment = {**ENVIRONMENT, **hosts.data_parallel(rank, WORLD_SIZE, port)}
-            if args.device == "cpu":
-                cores = os.cpu_count() or 1
-                environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0|{1 % cores}"
-            elif not args.eager:
-                environment["TORCH_COMPILE_DISABLE"] = "0"
-            left = max(0.2, (deadline - time.monotonic()) / 60)
-            command = [sys.executable, "-m", "gpu.eplb", "--mode", mode, "--rank", str(rank)]
-            command += ["--minutes", f"{left:.2f}", "--out", str(args.out)]
-            for name in PASSED_ON:
-                command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
-            command += ["--eager"] * args.eager
-            kept = Kept(command, args.out / f"{mode}-{rank}.log", environment)
-            ranks.append(stack.enter_context(kept))
+    environment = dict(ENVIRONMENT)
+    if args.device == "cpu":
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0|{1 % (os.cpu_count() or 1)}"
+    elif not args.eager:
+        environment["TORCH_COMPILE_DISABLE"] = "0"
+    left = max(0.2, (deadline - time.monotonic()) / 60)
+    common = {**vars(args), "mode": mode, "minutes": left}
+    specs = [{**common, "rank": rank} for rank in range(WORLD_SIZE)]
+    with hosts.ranks("gpu.eplb", specs, args.out, environment, free_port(), mode) as ranks:
         while any(rank.poll() is None for rank in ranks):
             time.sleep(0.2)
             if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
@@ -279,13 +259,7 @@ def main() -> int:
     parser.add_argument(
         "--eager", action="store_true", help="neither torch.compile nor CUDA graphs"
     )
-    parser.add_argument("--mode", choices=["off", "on"], help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.mode:
-        run_rank(args)
-
     deadline = time.monotonic() + 60 * args.minutes
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -317,4 +291,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].endswith(".json"):
+        # A rank, which gets its spec alone.
+        rank = argparse.Namespace(**json.loads(Path(sys.argv[1]).read_text()))
+        rank.out = Path(rank.out)
+        run_rank(rank)
     sys.exit(main())

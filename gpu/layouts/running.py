@@ -6,10 +6,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from examples.client import Completion, generate
 from gpu.layouts.answers import Failed, save_answer
 from gpu.layouts.cells import OPTIONS, Cell, asks, make_model, make_prompts
 from harness import disaggregated, hosts
-from harness.process import Kept
 from harness.server import Answer, Server, ServerError
 
 # Each is the first of 64 ports for one cell.
@@ -81,29 +78,20 @@ def run_cell(
     if cell.serve:
         run_servers(cell, model, options, environment, scratch, limit_s)
         return
-    port = next(PORTS)
-    with contextlib.ExitStack() as stack:
-        engines = []
-        for rank in range(cell.dp):
-            spec = {
-                "model": str(model),
-                "options": options,
-                "rank": rank,
-                "dp": cell.dp,
-                "scratch": str(scratch),
-                "records": cell.records,
-                "tokens": cell.tokens,
-                "spread": 0.5 if cell.model == "gptoss" else 0,
-            }
-            spec_file = scratch / f"spec-{rank}.json"
-            spec_file.write_text(json.dumps(spec))
-            command = [sys.executable, "-m", "gpu.layouts.engine", str(spec_file)]
-            engine = Kept(
-                command,
-                scratch / f"engine-{rank}.log",
-                {**environment, **hosts.data_parallel(rank, cell.dp, port)},
-            )
-            engines.append(stack.enter_context(engine))
+    specs = [
+        {
+            "model": model,
+            "options": options,
+            "rank": rank,
+            "dp": cell.dp,
+            "scratch": scratch,
+            "records": cell.records,
+            "tokens": cell.tokens,
+            "spread": 0.5 if cell.model == "gptoss" else 0,
+        }
+        for rank in range(cell.dp)
+    ]
+    with hosts.ranks("gpu.layouts.engine", specs, scratch, environment, next(PORTS)) as engines:
         while not all((scratch / f"done-{rank}").exists() for rank in range(cell.dp)):
             raise_refusal(scratch)
             for error in scratch.glob("error-*.txt"):

@@ -27,7 +27,6 @@ import argparse
 import contextlib
 import json
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -35,9 +34,8 @@ from typing import Any
 
 from gpu.soak.engine import FAULT_SECONDS, UNFINISHED
 from gpu.soak.plot import plot
-from harness.hosts import data_parallel, environment
+from harness import hosts
 from harness.paired import compare
-from harness.process import Kept
 from harness.shapes import GPT_OSS, QWEN3_30B_A3B
 
 # How long an engine may take from its start to its first step.
@@ -109,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         name = f"soak-{arguments.model}-{arguments.build_label}-{arguments.flag}"
         variables = {
-            **environment(),
+            **hosts.environment(),
             # Other processes of the harness run without torch.compile.
             "TORCH_COMPILE_DISABLE": "0",
             "VLLM_CACHE_ROOT": f"{tempfile.gettempdir()}/vllm-cache-{arguments.build_label}",
@@ -118,27 +116,22 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.limit_minutes:
             limit_s = 60 * arguments.limit_minutes
         began = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            engines = []
-            for rank in range(count):
-                spec = {
-                    "model": str(scratch / "model"),
-                    "options": options,
-                    "rank": rank,
-                    "ranks": count,
-                    "devices": list(range(rank * arguments.tp, (rank + 1) * arguments.tp)),
-                    "scratch": folder,
-                    "seconds": 60 * arguments.minutes,
-                    "vocabulary": config["vocab_size"],
-                    "flag": arguments.flag,
-                    "asks": arguments.flag != "off",
-                }
-                spec_file = scratch / f"spec-{rank}.json"
-                spec_file.write_text(json.dumps(spec))
-                parallel = data_parallel(rank, count, arguments.port)
-                command = [sys.executable, "-m", "gpu.soak.engine", str(spec_file)]
-                log = scratch / f"engine-{rank}.log"
-                engines.append(stack.enter_context(Kept(command, log, variables | parallel)))
+        specs = [
+            {
+                "model": scratch / "model",
+                "options": options,
+                "rank": rank,
+                "ranks": count,
+                "devices": list(range(rank * arguments.tp, (rank + 1) * arguments.tp)),
+                "scratch": folder,
+                "seconds": 60 * arguments.minutes,
+                "vocabulary": config["vocab_size"],
+                "flag": arguments.flag,
+                "asks": arguments.flag != "off",
+            }
+            for rank in range(count)
+        ]
+        with hosts.ranks("gpu.soak.engine", specs, scratch, variables, arguments.port) as engines:
             end = ""
             while not end:
                 time.sleep(2.0)

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
+from examples.client import decode_rows
 from harness import oracle
-from harness.server import Server, decode_rows
+from harness.server import Server
 from tests.behaviour.conftest import CHUNK, random_prompt
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ def reply(**fields: Any) -> dict[str, Any]:
     buffer = io.BytesIO()
     np.save(buffer, np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
     rows = base64.b64encode(buffer.getvalue()).decode()
-    return {"choices": [{"token_ids": [7, 8], "routed_experts": rows, **fields}]}
+    return {"choices": [{"index": 0, "token_ids": [7, 8], "routed_experts": rows, **fields}]}
 
 
 def test_every_line_of_the_patches_is_described() -> None:

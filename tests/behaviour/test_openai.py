@@ -16,8 +16,9 @@ import numpy as np
 import openai
 import pytest
 
+from examples.client import decode_rows
 from harness import oracle
-from harness.server import Server, decode_rows
+from harness.server import Server
 from tests.behaviour.conftest import BLOCK, CHUNK, assert_rows, random_prompt
 
 # Chunks of a stream carry this many tokens.
