@@ -221,7 +221,7 @@ def test_what_was_checked_is_not_checked_again(
     assert checked(series, *CHECKS) == first
 
 
-def test_the_verb_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
+def test_the_command_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
     series.commit("[Core] Count", GOOD)
     series.commit("[Core] Break", {"vllm/rows.py": ROWS.replace("len(rows)", "0")})
     series.commit("[Core] Break the test", {"tests/test_count.py": TEST.replace("== 1", "== 2")})

@@ -28,7 +28,7 @@ def help_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_every_verb_has_an_example_that_parses_in_its_help_and_in_that_of_the_tools(
+def test_every_command_has_an_example_that_parses_in_its_help_and_in_that_of_the_tools(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = help_of(capsys=capsys)

@@ -64,7 +64,7 @@ def test_each_line_has_its_patches_and_its_build_tree(toy: Toy, newer: Toy) -> N
     assert (toy.patches / "series").read_text().split() == NAMES
 
 
-def test_a_line_can_be_named_before_and_after_the_verb(newer: Toy) -> None:
+def test_a_line_can_be_named_before_and_after_the_command(newer: Toy) -> None:
     first = Toy(newer.root)
     identity = ("wheel", "identity", "--variant", "cpu")
     before = newer.do(*identity)

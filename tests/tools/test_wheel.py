@@ -44,7 +44,7 @@ def compressed(path: Path, name: str) -> tuple[int, bytes]:
     return info.compress_type, data[start : start + info.compress_size]
 
 
-def test_the_verb_prints_path_size_and_digest(toy: Toy) -> None:
+def test_the_command_prints_path_size_and_digest(toy: Toy) -> None:
     out = toy.do("wheel", "build", "--variant", "cpu")
     (path,) = (toy.build / "wheels").iterdir()
     data = path.read_bytes()

@@ -153,8 +153,8 @@ class Checker:
     to ``build``: a finished check of the same trees is not made again.
     """
 
-    def __init__(self, git: Git, site: Path, build: Path, release: str = BASE_REF) -> None:
-        self.git, self.site, self.build, self.release = git, site, build, release
+    def __init__(self, git: Git, site: Path, build: Path) -> None:
+        self.git, self.site, self.build = git, site, build
         self.tree, self.results = build / PACKAGE, build / "results"
         self._at: str | None = None
 
@@ -176,7 +176,7 @@ class Checker:
 
         ``stack`` has the places of these in the series, and the patch's own last.
         """
-        self._go_to(self.release)
+        self._go_to(BASE_REF)
         git = Git(self.tree)
         commits = [place.commit for place in stack]
         if git.run("cherry-pick", *commits, accept=(0, 1)).returncode:
@@ -299,13 +299,13 @@ class Checker:
 
     def _check_tests(self, place: Place) -> Finding:
         files = [file for file in self._files(place, ".py") if is_test_file(file)]
-        there = self.git.files(self.release, "tests")
+        there = self.git.files(BASE_REF, "tests")
         counts, details = Counter[str](), []
         for file in files:
             outcomes = self._run_tests(place.commit, file)
             before: Results = {}
             if file in there and any(o.bad and not o.cannot_run for o in outcomes.values()):
-                before = self._run_tests(self.release, file)
+                before = self._run_tests(BASE_REF, file)
             for test, outcome in outcomes.items():
                 if outcome.status == SKIPPED or outcome.cannot_run:
                     kind = CANNOT_RUN

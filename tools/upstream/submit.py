@@ -4,12 +4,11 @@
 import argparse
 import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from email.utils import parseaddr
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.common.cli import add_flag, add_path, count, tell
 from tools.common.errors import Problems, ToolError
@@ -18,24 +17,69 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
-from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME, Patch
+from tools.series.patch import OWN_HEADER, PROJECT_EMAIL, PROJECT_NAME, Patch
 from tools.series.series import Series, choose, read_series, with_needs
 from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
-from tools.upstream.check_patches import IMPORTS, LINTERS, PACKAGE, TESTS, Checker, Finding, Place
-from tools.upstream.request import Base, render_request, split_body
-from tools.wheel.verify import find_site
+from tools.upstream.testrun import is_test_file
 
 EXAMPLE = "count-rows --clone ../vllm --onto origin/main"
-_RULES = ("AGENTS.md", "CONTRIBUTING.md", "docs/contributing/README.md")
 _SENDABLE = ("Pending", "Submitted")
-Person = tuple[str, str]  # name and address
+# A header's next lines begin with a blank.
+_OWN_HEADERS = re.compile(rf"^{OWN_HEADER.pattern}.*(?:\n[ \t].*)*\n?", re.MULTILINE)
+_TRAILER = re.compile(r"[A-Z][A-Za-z-]+-by: ")
+# Names that RFC 2606 and 6761 set aside: nobody reads mail there.
+_RESERVED = re.compile(r"(.*\.)?(example(\.\w+)?|invalid|test|localhost|local)", re.IGNORECASE)
+_SIGNED_BY_NOBODY = re.compile(rf"Signed-off-by: .*@{_RESERVED.pattern}>\s*$", re.IGNORECASE)
+_NOBODY = {"", "root", "user", "nobody", "unknown", "your name", "you", PROJECT_NAME.lower()}
+_TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
+_RULES = ("AGENTS.md", "CONTRIBUTING.md", "docs/contributing/README.md")
 _BEFORE = """\
 Before you push a branch:
   - read every changed line, so that you can defend it,
   - look for issues and pull requests that do the same,
   - run the test plan, and fill in the dots of the text,
-  - say where AI helped (--trailer 'Assisted-by: ...', and in the text)."""
+  - say where AI helped."""
+_REQUEST = """\
+<!-- A draft on {label}. Nothing was sent: read every line, fill in the dots, then
+     send it yourself. Remove this comment. -->
+
+Title: {title}
+
+## Purpose
+
+{purpose}
+
+## Test Plan
+
+```bash
+{commands}
+```
+
+{tested}
+
+## Test Result
+
+... (run the plan on {label}, put the output here)
+
+## Statements
+
+- Not a duplicate because: ... (what `gh issue view` and `gh pr list --repo \
+vllm-project/vllm --state open --search "{keywords}"` found)
+- AI assistance: ... (which, for what; every changed line was read by: ...)
+
+---
+{checklist}
+"""
+Person = tuple[str, str]  # name and address
+
+
+class Base(NamedTuple):
+    """Where branches start: a commit, and the repository that gets them."""
+
+    git: Git
+    commit: str
+    label: str
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +88,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "--clone", "your clone of vLLM: it gets the branches")
     parser.add_argument("--onto", metavar="REF", help="where they start, in the clone")
     parser.add_argument("--topic", metavar="BRANCH", help="one branch of all the patches")
-    text = "add to each message, as Assisted-by: ... (may be repeated)"
-    parser.add_argument("--trailer", action="append", default=[], metavar="'KEY: VALUE'", help=text)
     add_flag(parser, "--replace", "replace branches of these names")
-    add_flag(parser, "--test", "check each branch here (on the pin), for the results")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -55,19 +96,13 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     the text of each pull request. A patch that needs earlier ones stands on them. Stops before
     anything is pushed: you read, own and send it. Without --clone the branches stand on the pinned
     release, in its build tree."""
-    base, said = submit(project, arguments)
-    print(*said, sep="\n")
+    base = submit(project, arguments)
     print(f"\nIn {base.git.path}. Nothing was pushed. {_BEFORE}")
     if found := [name for name in _RULES if base.git.read(base.commit, name) is not None]:
         print(f"vLLM's own rules, as of {base.label}: {', '.join(found)}")
     if arguments.clone is None:
         print("These branches have the release's files but not its history: to send one, make it")
         print("in a clone: --clone <path> --onto <ref>")
-
-
-# Names that RFC 2606 and 6761 set aside: nobody reads mail there.
-_RESERVED = re.compile(r"(.*\.)?(example(\.\w+)?|invalid|test|localhost|local)", re.IGNORECASE)
-_NOBODY = {"", "root", "user", "nobody", "unknown", "your name", "you", PROJECT_NAME.lower()}
 
 
 def find_person(repository: Path) -> Person:
@@ -122,28 +157,24 @@ def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
     return chosen
 
 
-def message_for(patch: Patch, person: Person, trailers: Sequence[str]) -> str:
+def split_body(patch: Patch) -> tuple[list[str], list[str]]:
+    """The lines of a message that upstream gets, and the trailers among them apart."""
+    body = _OWN_HEADERS.sub("", patch.body).strip()
+    lines = [line for line in body.splitlines() if PROJECT_EMAIL not in line]
+    trailers = [line for line in lines if _TRAILER.match(line)]
+    return [line for line in lines if line not in trailers], trailers
+
+
+def message_for(patch: Patch, person: Person) -> str:
     """The commit message for upstream: without the series' own headers, signed by the person."""
     kept, signed = split_body(patch)
     body = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
-    last = [*signed, *trailers, "Signed-off-by: {} <{}>".format(*person)]
+    signed = [trailer for trailer in signed if not _SIGNED_BY_NOBODY.match(trailer)]
+    last = [*signed, "Signed-off-by: {} <{}>".format(*person)]
     return f"{patch.subject}\n\n{body}\n\n" + "\n".join(dict.fromkeys(last)) + "\n"
 
 
-def _refuse_words(topic: str | None, trailers: Sequence[str]) -> None:
-    if topic is not None and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*", topic):
-        what, expected = "this is no name for a branch", "lower-case letters, digits, . _ / -"
-        raise ToolError(what, where="--topic", expected=expected, found=topic)
-    for trailer in trailers:
-        if not re.fullmatch(r"[A-Z][A-Za-z]*(-[A-Za-z]+)+: \S.*", trailer):
-            what = "this is not a trailer of a commit message"
-            expected = "Key-words: value, such as Assisted-by: a tool"
-            raise ToolError(what, where="--trailer", expected=expected, found=trailer)
-
-
-def make_branch(
-    git: Git, base: Base, patches: Iterable[tuple[Patch, str]], person: Person, trailers: list[str]
-) -> str:
+def make_branch(git: Git, base: Base, patches: Iterable[tuple[Patch, str]], person: Person) -> str:
     """Merge patches, each with its commit, onto the base in a work tree; return the last commit."""
     git.run("reset", "--quiet", "--hard", base.commit)
     for patch, commit in patches:
@@ -157,40 +188,37 @@ def make_branch(
             what = f"{base.label} contains a patch already; no branch was made"
             step = "leave it out; series rebase --onto drops it from the series"
             raise ToolError(what, where=patch.name, next_step=step)
-        message = message_for(patch, person, trailers).encode()
         who = identity(git.log(commit, "%aI"), *person)
-        git.run("commit", "--quiet", "--cleanup=verbatim", "-F", "-", stdin=message, env=who)
+        words = ("commit", "--quiet", "--cleanup=verbatim", "-F", "-")
+        git.run(*words, stdin=message_for(patch, person).encode(), env=who)
     return git.text("rev-parse", "HEAD")
 
 
-def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[str]]:
-    """Make the branches and write the texts, all of them or none; what to tell of each."""
+def submit(project: Project, asked: argparse.Namespace) -> Base:
+    """Make the branches and write the texts, all of them or none; tell of each."""
     series = read_series(project.series_file)
     chosen = choose_patches(series, asked.patches)
-    _refuse_words(asked.topic, asked.trailer)
+    if asked.topic is not None and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*", asked.topic):
+        what, expected = "this is no name for a branch", "lower-case letters, digits, . _ / -"
+        raise ToolError(what, where="--topic", expected=expected, found=asked.topic)
     if problems := check_needs(series):
         raise Problems("the series breaks its rules", problems=problems)
     apply_series(project, series)
     base = find_base(project, asked.onto, asked.clone)
     person = find_person(asked.clone or project.root)
-    if asked.test and base.git.tree_id(base.commit) != project.pin.tree:
-        what = "tests run only on the pinned release: the installed kernels are of it"
-        step = "leave --test out, and run the test plan in the clone"
-        raise ToolError(what, "--test", f"vLLM {project.pin.version}", base.label, step)
     commits = Git(project.tree).commits(f"{BASE_REF}..{APPLIED_REF}")
     base.git.fetch(project.tree, "--no-write-fetch-head", APPLIED_REF)
     groups = {p.name.removesuffix(".patch"): [p] for p in chosen}
     if asked.topic:
         groups = {asked.topic: chosen}
-    heads: dict[str, str] = {}
-    said: list[str] = []
+    refs, said = "", []
     texts: dict[Path, bytes | None] = {}
     with scratch_worktree(base.git, base.commit, project.build / "submit") as git:
         for name, patches in groups.items():
             mine = [patch.name for patch in patches]
             inside = with_needs(series, mine)
             stack = [pair for pair in zip(series, commits, strict=True) if pair[0].name in inside]
-            head = make_branch(git, base, stack, person, asked.trailer)
+            head = make_branch(git, base, stack, person)
             below = [other for other in inside if other not in mine]
             tell(f"{name}: {count(len(inside), 'commit')} on {base.label}")
             old = base.git.commit_id(f"refs/heads/{name}")
@@ -200,28 +228,49 @@ def submit(project: Project, asked: argparse.Namespace) -> tuple[Base, list[str]
                 where = f"{base.git.path}, {name}{' (checked out)' if in_use else ''}"
                 step = "look at it, then: --replace; or another name: --topic"
                 raise ToolError(what, where, found=found, next_step=step)
-            findings = _check(project, git, base.commit, head, len(mine)) if asked.test else {}
             path = project.build / "submit" / f"{name.replace('/', '-')}.md"
-            texts[path] = render_request(base, patches, len(below), head, findings).encode()
-            heads[name] = head
+            texts[path] = render_request(base, patches, len(below), head).encode()
+            refs += f"update refs/heads/{name} {head}\n"
             said.append(f"branch {name}{' (as it was)' if old == head else ''}: {', '.join(mine)}")
             if below:
                 said.append(f"  stacked on {', '.join(below)}: these go first, or with it")
             said.append(f"  pull request: {path}")
-        lines = [f"update refs/heads/{name} {head}\n" for name, head in heads.items()]
-        refs = "".join(lines).encode()
-        replace_all(texts, lambda: base.git.run("update-ref", "--stdin", stdin=refs))
-    return base, said
+        replace_all(texts, lambda: base.git.run("update-ref", "--stdin", stdin=refs.encode()))
+    print(*said, sep="\n")
+    return base
 
 
-def _check(project: Project, git: Git, base: str, head: str, number: int) -> dict[str, Finding]:
-    """Check the last commits of a branch together, with the kernels that are installed."""
-    place = Place(git.text("rev-parse", f"{head}~{number}"), head)
-    build = project.build / "submit-checks"
-    checker = Checker(git, find_site(Path(sys.executable)), build, base)
-    findings = {}
-    for check in (IMPORTS, LINTERS, TESTS):
-        findings[check] = checker.check(place, check)
-        tell(f"  {check}: {findings[check]}")
-    shutil.rmtree(build / PACKAGE, ignore_errors=True)  # else it stays a work tree of the clone
-    return findings
+def render_request(base: Base, patches: Sequence[Patch], below: int, head: str) -> str:
+    """The pull request's text. ``head`` is the branch: ``below`` commits of other pull requests,
+    then the patches."""
+    git = base.git
+    files = [c.path for c in git.changes(f"{head}~{len(patches)}", head) if c.status != "D"]
+    purpose, tested = [], []
+    for patch in patches:
+        paragraphs = re.split(r"\n\s*\n", "\n".join(split_body(patch)[0]).strip())
+        how = [text for text in paragraphs if re.match(r"Tests?(ed)?:", text)]
+        purpose += [f"### {patch.subject}"] if len(patches) > 1 else []
+        purpose += [text for text in paragraphs if text not in how]
+        tested += how
+    if below:
+        subjects = (git.subject(commit) for commit in git.commits(f"{base.commit}..{head}")[:below])
+        purpose += [
+            f"**Stacked.** This branch stands on {count(below, 'commit')} of other pull requests. "
+            f"Review only the last {count(len(patches), 'commit')}. Below:",
+            "\n".join(f"- {subject}" for subject in subjects),
+        ]
+    commands = [f".venv/bin/python -m pytest {file} -v" for file in files if is_test_file(file)]
+    commands.append(f"pre-commit run --files {' '.join(files)}")
+    # Upstream's own checklist, unticked: the person ticks it.
+    template = git.read(base.commit, _TEMPLATE) or b"(the base has no template for pull requests)"
+    match = re.search(rb"<details>.*</details>", template, re.DOTALL)
+    text = _REQUEST.format(
+        label=base.label,
+        title=f"{patches[0].subject}{' (and more)' if len(patches) > 1 else ''}",
+        purpose="\n\n".join(purpose),
+        commands="\n".join(commands),
+        tested="\n\n".join(tested),
+        keywords=re.sub(r"^(\[[^\]]*\])+\s*", "", patches[0].subject),
+        checklist=(match[0] if match else template).decode(errors="replace"),
+    )
+    return re.sub(r"\n{3,}", "\n\n", text)
