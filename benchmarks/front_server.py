@@ -174,7 +174,7 @@ class Probe:
             if end - begin > LEAST_S:
                 self.callbacks.append((begin, end, processor() - used))
 
-        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]
 
     async def tick(self) -> None:
         while True:

@@ -8,12 +8,11 @@ import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
-from benchmarks.plot import draw
 from harness.paired import Estimate, compare
 
 Record = dict[str, Any]
@@ -98,7 +97,7 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
             reference = off.get(engine["build"], first if first in off.values() else None)
             if reference and reference != label:
                 found.append((label, reference))
-            if engine["flag"] == "off" and reference == label and first not in (None, label):
+            if engine["flag"] == "off" and reference == label and first and first != label:
                 found.append((label, first))
             if mode == "on" and first_all:
                 found.append((label, first_all))
@@ -240,7 +239,7 @@ def ends_of(records: Sequence[Record]) -> tuple[list[list[str]], list[list[str]]
                 in_words(label, by_name[label[0]]),
                 f"{step['kernels']:g}",
                 f"{step['copies']:g}",
-                idle[label[0]],
+                str(idle[label[0]]),
             ]
             for label, step in kernels.items()
         ],
@@ -392,3 +391,29 @@ def write_report(records: Sequence[Record], out: Path) -> str:
     summary = [{**asdict(c), "verdict": c.verdict} for c in found]
     (out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
     return text
+
+
+def draw(found: Sequence[Comparison], out: Path) -> None:
+    """Draw a picture of what has an interval, load by load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    decided = [c for c in found if c.seconds.percent is not None]
+    figure, axis = plt.subplots(figsize=(8, 1 + 0.3 * len(decided)))
+    colors = {load: f"C{i}" for i, load in enumerate({c.load: None for c in decided})}
+    for y, c in enumerate(decided):
+        percent, low, high = astuple(c.seconds)[1:]
+        axis.errorbar(
+            percent, y, xerr=[[percent - low], [high - percent]], fmt="o", color=colors[c.load]
+        )
+        if c.target is not None:
+            axis.plot(c.target, y, "|", color="black", markersize=12)
+    axis.set_yticks(range(len(decided)), [f"{c.load}: {c.label} / {c.reference}" for c in decided])
+    axis.invert_yaxis()
+    axis.axvline(0, color="grey", linewidth=1)
+    axis.set_xlabel("% more time, 95 % interval; bars: what it may cost")
+    axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)

@@ -81,7 +81,7 @@ class Load:
         if rng.random() < 0.5:
             prefix = self.prefixes[rng.integers(len(self.prefixes))]
             prompt = [*prefix[: rng.integers(1, len(prefix))], *prompt]
-        sampling = {
+        sampling: dict[str, Any] = {
             "temperature": float(rng.integers(2)),
             "max_tokens": int(rng.integers(1, 60)),
             "ignore_eos": True,
@@ -115,7 +115,7 @@ class Load:
         """Close the connection in the middle of a long answer, or before it."""
         body["sampling_params"]["max_tokens"] = 200
         timeout = 600 if body["stream"] else float(rng.uniform(0.02, 1))
-        request = {"json": body, "trust_env": False, "timeout": timeout}
+        request: dict[str, Any] = {"json": body, "trust_env": False, "timeout": timeout}
         with (
             suppress(httpx.ReadTimeout),
             httpx.stream("POST", self.url + PATH, **request) as reply,

@@ -39,7 +39,7 @@ from harness.paired import ENOUGH_PAIRS
 from harness.server import Server, ServerError
 
 LAYERS, TOP_K = 16, 8
-MODEL = {
+MODEL: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_experts": 32,
     "num_experts_per_tok": TOP_K,

@@ -283,7 +283,7 @@ def main() -> int:
         result["verdict"] = judge(result["on"], result["compared"])
     result["good"] = all(result.get("verdict", {"ran": False}).values())
     (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    told = {k: result.get(k) for k in ("compared", "verdict", "good")}
+    told: dict[str, Any] = {k: result.get(k) for k in ("compared", "verdict", "good")}
     for rank in result.get("on", []):
         told.setdefault("on", []).append({k: v for k, v in (rank or {}).items() if k != "map"})
     print(json.dumps(told, indent=1))

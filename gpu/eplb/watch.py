@@ -39,7 +39,7 @@ class Watch:
             moved = before != model_state.physical_to_logical_map
             counts["moved_experts"] += int(moved.sum())
 
-        eplb_state.EplbState.rearrange = counted_rearrange  # type: ignore[method-assign]
+        eplb_state.EplbState.rearrange = counted_rearrange
         eplb_state._move_to_workspace = counted_move
 
     def eplb_found(self) -> dict[str, Any]:
@@ -68,10 +68,10 @@ class Watch:
         from vllm.distributed import parallel_state
         from vllm.distributed.eplb.eplb_state import EplbState
 
-        torch.cuda.Stream = Stream  # type: ignore[misc, assignment]
-        torch.cuda.Event = Event  # type: ignore[misc, assignment]
-        torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-        torch.accelerator.set_device_index = lambda index: None  # type: ignore[assignment]
+        torch.cuda.Stream = Stream
+        torch.cuda.Event = Event
+        torch.cuda.stream = lambda stream: contextlib.nullcontext()
+        torch.accelerator.set_device_index = lambda index: None
         ep = parallel_state.get_ep_group()
         parallel_state._EPLB = parallel_state.init_model_parallel_group(
             [ep.ranks], ep.local_rank, "gloo", group_name="eplb"
@@ -93,7 +93,7 @@ class Watch:
         state = EplbState(parallel_config, torch.device("cpu"))
         state.cuda_device_index = 0
         model_config: Any = SimpleNamespace(model="stand-in", compute_hash=lambda: "stand-in")
-        state.add_model(model, model_config)  # type: ignore[arg-type]
+        state.add_model(model, model_config)
         loads = torch.Generator().manual_seed(ep.rank_in_group)
 
         def step(is_dummy: bool = False, is_profile: bool = False) -> None:

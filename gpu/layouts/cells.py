@@ -177,7 +177,7 @@ def make_model(name: str, folder: Path) -> Path:
         (folder / name / "config.json").write_text(json.dumps(GPT_OSS))
         return folder / name
     # Four key-value heads, so that four pipeline or tensor parallel ranks have one each.
-    heads = {"num_key_value_heads": 1 if name == "one-kv-head" else 4}
+    heads: dict[str, Any] = {"num_key_value_heads": 1 if name == "one-kv-head" else 4}
     return make_checkpoint(folder / name, **QWEN3, **heads)
 
 

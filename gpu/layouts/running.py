@@ -166,7 +166,11 @@ def run_servers(
 
     def ask(index: int) -> None:
         server = servers[index % len(servers)]
-        sampling = {"temperature": 0.0, "max_tokens": cell.tokens, "ignore_eos": True}
+        sampling: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": cell.tokens,
+            "ignore_eos": True,
+        }
         answer: Answer | Completion
         if asks(index) and index % 2:
             (answer,) = generate(front or server.url, prompts[index], sampling, stream=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import tools.series.replay
+import tools.series.merge
 from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git, trouble
 from tests.tools.upstream import Index, commit, everything, make_clone
 from tools.common.git import Git
@@ -610,7 +610,7 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
 ) -> None:
     clash(toy, index)
     resolve(toy, "5")
-    real = tools.series.replay.pick
+    real = tools.series.merge.pick
 
     def interrupted(repository: Git, commit: str) -> None:
         if moment == "after":
@@ -620,7 +620,7 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(tools.series.replay, "pick", interrupted)
+        patched.setattr(tools.series.merge, "pick", interrupted)
         assert toy.run("series", "rebase", "--continue").status == 130
     if moment == "between":
         assert "commit or stash them" in stop(toy, "--continue")

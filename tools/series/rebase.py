@@ -14,10 +14,10 @@ from tools.common.errors import ToolError
 from tools.common.files import replace_all, staging
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project
-from tools.series import replay, tree
+from tools.series import merge, tree
 from tools.series.apply import apply_series
 from tools.series.export import export_series
-from tools.series.replay import COMMAND, OLD_APPLIED, OLD_BASE
+from tools.series.merge import COMMAND, OLD_APPLIED, OLD_BASE
 from tools.series.series import fingerprint, read_series
 from tools.series.target import Target, find_target, open_clone, render_pin
 from tools.series.tree import APPLIED_REF, BASE_REF, write_record
@@ -86,7 +86,7 @@ def state(project: Project) -> str | None:
     if not new.pin_file.exists():
         return None
     git = Git(new.tree)
-    done = f"{replay.count_done(git)} of {len(replay.old_commits(git))} patches done"
+    done = f"{merge.count_done(git)} of {len(merge.old_commits(git))} patches done"
     picking = git.commit_id("CHERRY_PICK_HEAD")
     at = f", stopped at {git.subject(picking)}" if picking else ""
     return f"onto vLLM {new.pin.version} in {new.tree}: {done}{at}"
@@ -112,7 +112,7 @@ def begin(project: Project, arguments: argparse.Namespace) -> None:
         print(f"nothing to do: the series stands on vLLM {target.version}")
         return
     if arguments.dry_run:
-        print(replay.render_trials(try_all(project, target, clone), target, project.pin.version))
+        print(merge.render_trials(try_all(project, target, clone), target, project.pin.version))
         return
     missing = [variant for variant, file in target.wheels.items() if file is None]
     if missing and not arguments.without_wheels:
@@ -144,20 +144,20 @@ def set_up(project: Project, target: Target, clone: Path | None, stage: Path) ->
     return git
 
 
-def try_all(project: Project, target: Target, clone: Path | None) -> list[replay.Trial]:
+def try_all(project: Project, target: Target, clone: Path | None) -> list[merge.Trial]:
     """Try every patch, in a place that is gone afterwards."""
     series = read_series(project.series_file)
-    trials: list[replay.Trial] = []
+    trials: list[merge.Trial] = []
     with staging(rebased(project).root) as stage:
         git = set_up(project, target, clone, stage)
-        for patch, commit in zip(series, replay.old_commits(git), strict=True):
-            trials.append(replay.attempt(git, patch.name, commit))
+        for patch, commit in zip(series, merge.old_commits(git), strict=True):
+            trials.append(merge.attempt(git, patch.name, commit))
             tell(f"[{len(trials):2}/{len(series)}] {patch.name}: {trials[-1].verdict}")
     return trials
 
 
 def go_on(project: Project, new: Project, drop_contained: bool) -> None:
-    """Replay what is left of the series, prove the result, put it in place."""
+    """Merge what is left of the series, prove the result, put it in place."""
     git, before = Git(new.tree), project.pin
     if before != new.pin:
         if _digest(project) != git.text("config", _BEGAN):
@@ -165,8 +165,8 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
             step = f"put them back (git restore), or begin again: {COMMAND} --abort"
             raise ToolError(what, where=project.patches, next_step=step)
         names = [patch.name for patch in read_series(project.series_file)]
-        replay.commit_resolution(git)
-        replay.replay(git, names, f"vLLM {new.pin.version}", drop_contained)
+        merge.commit_resolution(git)
+        merge.merge_all(git, names, f"vLLM {new.pin.version}", drop_contained)
         tell("writing the patches, and proving that they give back the commits")
         _prove(new, names)
         tree.refuse_unaccounted(tree.open_settled(project))
@@ -185,14 +185,14 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
         record = tree.Record(fingerprint(series, new.pin), old.tree_id(APPLIED_REF))
         write_record(old, record)
     print(f"rebased: {len(series)} patches onto vLLM {new.pin.version}")
-    for name in replay.left_out(git):
+    for name in merge.left_out(git):
         print(f"left out: {name}")
     print("next: make lock && make install && make test; then commit what changed")
     shutil.rmtree(new.root)
 
 
 def _prove(new: Project, names: list[str]) -> None:
-    """Export the replayed commits and apply them again; refuse before anything is replaced."""
+    """Export the merged commits and apply them again; refuse before anything is replaced."""
     try:
         export_series(new, drop=names)
         apply_series(new, read_series(new.series_file))
@@ -210,9 +210,9 @@ def skip(new: Project) -> None:
     if git.commit_id("CHERRY_PICK_HEAD") is None:
         step = f"{COMMAND} --continue"
         raise ToolError("the rebase did not stop at a patch", where=new.tree, next_step=step)
-    name = read_series(new.series_file)[replay.count_done(git)].name
+    name = read_series(new.series_file)[merge.count_done(git)].name
     contained = not git.differs("--cached", "HEAD")
-    replay.leave_out(git, name, f"vLLM {new.pin.version} contains it" if contained else "skipped")
+    merge.leave_out(git, name, f"vLLM {new.pin.version} contains it" if contained else "skipped")
 
 
 def abort(project: Project, new: Project) -> None:

@@ -63,7 +63,7 @@ def leave_out(git: Git, name: str, why: str) -> None:
     git.run("config", "--add", _LEFT_OUT, f"{name} ({why})")
 
 
-def replay(git: Git, names: Sequence[str], release: str, drop_contained: bool) -> None:
+def merge_all(git: Git, names: Sequence[str], release: str, drop_contained: bool) -> None:
     """Merge the patches that are left onto ``release``, or stop at one and say what to do.
 
     ``names`` are those of all patches. ``drop_contained``: leave out those that the release
@@ -90,7 +90,7 @@ def replay(git: Git, names: Sequence[str], release: str, drop_contained: bool) -
 
 
 def commit_resolution(git: Git) -> None:
-    """Commit what a person made of the patch that the replay stopped at, unless they did."""
+    """Commit what a person made of the patch that the rebase stopped at, unless they did."""
     picking = git.commit_id("CHERRY_PICK_HEAD")
     if picking is None:
         git.refuse_dirt("there are changes beside a commit that was made already")
