@@ -22,7 +22,9 @@ PROSE = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/clients.md",
+    "docs/prefill_decode.md",
     "docs/repository.md",
+    "docs/v0.20.2.md",
     "docs/wheel.md",
     "examples/clients/README.md",
 ]
