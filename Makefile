@@ -28,7 +28,7 @@ OTHER := $(filter-out v0.20.2,$(LINE))
 LINES := $(patsubst patches/%/upstream.toml,%,$(wildcard patches/*/upstream.toml))
 MADE := build/$(LINE)
 
-PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python3)
+PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3.12),$(shell command -v python3),python3)
 VENV := .venv$(addprefix -,$(OTHER))
 PY := $(VENV)/bin/python
 UV := .venv-tools/bin/uv

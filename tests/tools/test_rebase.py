@@ -605,7 +605,7 @@ def test_a_series_edited_meanwhile_is_not_overwritten(toy: Toy, index: Index) ->
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
+def test_an_interrupted_rebase_goes_on_and_loses_no_resolution(
     toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     clash(toy, index)
@@ -635,7 +635,7 @@ def test_an_interrupted_replay_goes_on_and_loses_no_resolution(
     [
         ("tree.unpack_source", False),
         ("tree.commit_base", False),
-        ("replay.pick", True),
+        ("merge.pick", True),
         ("rebase.export_series", True),
         ("rebase.replace_all", True),
     ],
