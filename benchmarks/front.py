@@ -201,8 +201,7 @@ class Bench:
         server_end.close()
 
     def __enter__(self) -> Bench:
-        ends = time.monotonic() + PATIENCE_S
-        while time.monotonic() < ends and all(p.is_alive() for p in self.processes):
+        while all(p.is_alive() for p in self.processes):
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
                 with contextlib.closing(connection):
@@ -211,7 +210,7 @@ class Bench:
                         return self
             time.sleep(0.2)
         self.__exit__()
-        raise Failure("the server is not ready")
+        raise Failure("the engine or the server ended before it was ready")
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:

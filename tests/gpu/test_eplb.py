@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 DEVICE = "cuda:0"
 BACKEND = "nccl"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 LAYERS, EXPERTS, WIDTH = 4, 16, 1 << 16
 # About a millisecond.
 CYCLES = 2_000_000
