@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from harness.process import free_port
+import httpx
+
+from harness.process import Kept, free_port
 from harness.server import Server, ServerError
 
+ROOT = Path(__file__).resolve().parents[1]
 PREFILL, DECODE = "kv_producer", "kv_consumer"
+# vLLM's own proxy for NIXL, in its source tree.
+PLAIN_PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 # Seconds after which a prefill engine with NIXL gives up KV that nobody fetched.
 GIVEN_UP = 15
 
@@ -79,3 +87,36 @@ def _connector(name: str, role: str, extra: dict[str, str], **more: str) -> list
         **more,
     }
     return ["--enable-return-routed-experts", f"--kv-transfer-config={json.dumps(config)}"]
+
+
+@contextlib.contextmanager
+def plain_proxy(line: str, prefill: Server, decode: Server, log: Path) -> Iterator[str]:
+    """Run vLLM's own proxy for NIXL, unchanged, from its source tree; yields its URL.
+
+    It passes the `kv_transfer_params` of the prefill engine's answer on, and joins nothing. It
+    serves /v1/completions and /v1/chat/completions.
+
+    Args:
+        line: of `patches/`, whose tree has the proxy.
+        prefill: the prefill engine.
+        decode: the decode engine.
+        log: file for the proxy's output, overwritten.
+
+    Raises:
+        ServerError: the proxy ended before it was ready.
+    """
+    port = free_port()
+    program = ROOT / "build" / line / "vllm" / PLAIN_PROXY
+    command = [sys.executable, str(program), f"--port={port}"]
+    for role, server in (("prefiller", prefill), ("decoder", decode)):
+        command += [f"--{role}-host=127.0.0.1", f"--{role}-port={server.port}"]
+    url = f"http://127.0.0.1:{port}"
+    with Kept(command, log) as process:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"{url}/healthcheck", trust_env=False, timeout=60).raise_for_status()
+                break
+            if process.poll() is not None:
+                raise ServerError(f"vLLM's proxy ended: {process.first_error()} (log: {log})")
+            time.sleep(0.1)
+        yield url

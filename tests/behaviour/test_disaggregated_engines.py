@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from examples import proxy
-from examples.client import Completion, generate
+from examples.client import Completion, decode_rows, generate
 from harness import disaggregated
 from harness.server import Server
 from tests.behaviour.conftest import (
@@ -131,7 +131,7 @@ def test_decode_engine_states_where_its_rows_begin(pair: Pair, start: int) -> No
     generate(pair.prefill.url, prompt, {"max_tokens": 1})
     answer = pair.decode.post(proxy.GENERATE, received(start, prompt))["choices"][0]
     assert answer["routed_experts_start"] == max(start, 3 * BLOCK)
-    assert len(proxy.decode_rows(answer["routed_experts"])) == len(prompt) - max(start, 3 * BLOCK)
+    assert len(decode_rows(answer["routed_experts"])) == len(prompt) - max(start, 3 * BLOCK)
 
 
 def test_openai_completions_are_joined(pair: Pair, one_engine: LLM, model: Path) -> None:
@@ -153,7 +153,7 @@ def test_openai_completions_are_joined(pair: Pair, one_engine: LLM, model: Path)
             prompt=tuple(choice["prompt_token_ids"]),
             token_ids=tuple(choice["token_ids"]),
             logprobs=(),
-            rows=proxy.decode_rows(choice["routed_experts"]),
+            rows=decode_rows(choice["routed_experts"]),
             start=choice["routed_experts_start"],
             moe_layers=tuple(choice["moe_layers"]),
         )

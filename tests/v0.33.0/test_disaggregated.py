@@ -83,7 +83,7 @@ def test_decode_engine_states_where_its_rows_begin(pair: Pair, model: Path, star
     answer = pair.decode.post(proxy.GENERATE, body)["choices"][0]
     begin = max(start, 3 * BLOCK)
     assert answer["routed_experts_start"] == begin
-    rows = proxy.decode_rows(answer["routed_experts"])
+    rows = decode_rows(answer["routed_experts"])
     assert_rows(model, [*prompt, *answer["token_ids"]], rows, begin)
 
 
@@ -99,6 +99,6 @@ def test_streamed_completion_is_joined(pair: Pair, model: Path) -> None:
         tokens += choice["token_ids"] or []
         if choice.get("routed_experts") is not None:
             assert choice["routed_experts_start"] == sum(map(len, rows))
-            rows.append(proxy.decode_rows(choice["routed_experts"]))
+            rows.append(decode_rows(choice["routed_experts"]))
     assert len(tokens) == len(prompt) + 5
     assert_rows(model, tokens, np.concatenate(rows))

@@ -12,13 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from examples import proxy
 from examples.client import Completion, generate
 from harness import disaggregated
 from harness.server import Server
-from tests.behaviour.conftest import assert_rows
+from tests.behaviour import test_openai as openai_answers
+from tests.behaviour.conftest import BLOCK, assert_rows, random_prompt
 from tests.behaviour.test_disaggregated_engines import Pair
 from tests.behaviour.test_nixl import GREEDY, LENGTHS, PROMPTS
 
@@ -62,3 +65,79 @@ def test_joined_rows_are_true_and_received_blocks_are_computed_for_others(
     for prompt, *completions in zip(PROMPTS, joined, alone, strict=True):
         for completion in completions:
             assert_rows(model, [*prompt, *completion.token_ids], completion.rows)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A client of vLLM's own proxy, which joins nothing."""
+    log = tmp_path_factory.mktemp("proxy") / "proxy.log"
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with (
+        disaggregated.plain_proxy(LINE, pair.prefill, pair.decode, log) as url,
+        httpx.Client(trust_env=False, timeout=300, limits=limits) as http,
+        openai.OpenAI(
+            base_url=url + "/v1", api_key="none", max_retries=0, http_client=http
+        ) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_plain_proxy_returns_the_rows_of_the_whole_prompt(
+    plain: openai.OpenAI, pair: Pair, model: Path, kind: str, stream: bool
+) -> None:
+    send = openai_answers.chat if kind == "chat" else openai_answers.complete
+    received = pair.decode.metric(disaggregated.RECEIVED) or 0
+    for number, length in enumerate(LENGTHS):
+        # The second time, the decode engine finds blocks of the prompt in its cache.
+        for _ in range(2):
+            if kind == "chat":
+                prompt = openai_answers.words(number, length)
+            else:
+                prompt = random_prompt(100 + number, length)
+            reply = send(
+                plain, pair.decode, prompt, openai_answers.ASK_ABOVE, stream=stream, max_tokens=9
+            )
+            parts = list(reply) if stream else [reply]
+            (choice,) = openai_answers.collect(*parts).values()
+            choice.assert_true(model)
+    assert (pair.decode.metric(disaggregated.RECEIVED) or 0) > received
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_rows_behind_the_plain_proxy_start_where_asked(
+    plain: openai.OpenAI, pair: Pair, model: Path, stream: bool
+) -> None:
+    prompt = random_prompt(7, 3 * BLOCK + 5)
+    for start in (0, 1, BLOCK, 2 * BLOCK + 3, len(prompt) - 1, len(prompt)):
+        body = {**openai_answers.ASK_ABOVE, "routed_experts_prompt_start": start}
+        reply = openai_answers.complete(
+            plain, pair.decode, prompt, body, stream=stream, max_tokens=3
+        )
+        parts = list(reply) if stream else [reply]
+        (choice,) = openai_answers.collect(*parts).values()
+        choice.assert_true(model, start)
+
+
+def test_rows_of_another_engine_are_no_input_for_several_choices(
+    plain: openai.OpenAI, pair: Pair
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="n=1"):
+        openai_answers.complete(
+            plain, pair.decode, random_prompt(8, 40), openai_answers.ASK_ABOVE, n=2, max_tokens=3
+        )
+
+
+def test_rows_that_cannot_be_the_prompts_are_refused_with_400(pair: Pair) -> None:
+    body = {
+        "model": pair.decode.checkpoint,
+        "prompt": [5, 6, 7],
+        "kv_transfer_params": {"prompt_routed_experts": {"routed_experts": "%%"}},
+    }
+    answer = httpx.post(
+        f"{pair.decode.url}/v1/completions", json=body, trust_env=False, timeout=300
+    )
+    assert answer.status_code == 400
+    assert "kv_transfer_params.prompt_routed_experts" in answer.json()["error"]["message"]
+    assert "%%" not in pair.decode.log.read_text()
