@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from examples import proxy
-from examples.client import generate
+from examples.client import decode_rows, generate
 from harness import disaggregated
 from harness.server import Server
 from tests.behaviour.conftest import BLOCK, assert_rows, random_prompt
