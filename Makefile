@@ -176,7 +176,7 @@ layouts: $(LOCKED) #> Every parallel layout of GPUS=2, 4 or 8 on this host: rows
 
 .PHONY: mutants
 mutants: $(INSTALLED) #> Break the scheduler-side code in named ways: the property test must notice each
-	@exec $(PY) -m tests.property.mutants --out $(RECORDS)/mutants.md
+	@exec $(PY) -m tests.property.mutants --on $(LINE) --out $(RECORDS)/mutants.md
 
 .PHONY: upstream-tests
 upstream-tests: $(INSTALLED) $(PRISTINE) #> vLLM's own tests with and without the series: only what it touches may differ

@@ -3,6 +3,7 @@
 
     python -m tests.property.mutants [WORDS ...]    only mutants whose name has one of these words
 
+Each line has a table of mutants (`--on`): the first line's is here, the others are in own modules.
 Works on a copy of the installed vLLM's Python files, so that nothing of the environment changes.
 """
 
@@ -15,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
+
+from tests.property import mutants_v0_33_0
+from tests.property.mutant import EXAMPLES, Mutant
 
 ROOT = Path(__file__).parents[2]
 MANAGER = "v1/core/routed_experts_manager.py"
@@ -27,22 +30,6 @@ STORE = "v1/core/routed_experts_store.py"
 ROWS = "v1/core/paged_rows.py"
 DECODE = "v1/core/routed_experts_decode.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
-# Of each setup. Few notice most mutants at once; the others get many.
-EXAMPLES = (100, 1500)
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One line of the code under test, and what it becomes."""
-
-    name: str
-    file: str
-    before: str
-    after: str
-    # Of pytest's -k: those that can notice it, where these need many examples.
-    setups: str = ""
-    examples: tuple[int, ...] = EXAMPLES
-
 
 MUTANTS = [
     Mutant(
@@ -242,7 +229,14 @@ MUTANTS = [
 ]
 
 
-def examples_to_notice(mutant: Mutant, installed: Path) -> int | None:
+# By line: its mutants, and its property test.
+LINES = {
+    "v0.20.2": (MUTANTS, "tests/property"),
+    "v0.33.0": (mutants_v0_33_0.MUTANTS, "tests/v0.33.0/test_connector.py"),
+}
+
+
+def examples_to_notice(mutant: Mutant, installed: Path, test: str) -> int | None:
     """How many examples of each setup the property test needs to fail with the mutant in the vLLM
     package `installed`. None if it passes with all."""
     original = (installed / mutant.file).read_text()
@@ -253,14 +247,14 @@ def examples_to_notice(mutant: Mutant, installed: Path) -> int | None:
         mutated = package / mutant.file
         mutated.unlink()
         mutated.write_text(original.replace(mutant.before, mutant.after))
-        return next((n for n in mutant.examples if not passes(mutant, folder, n)), None)
+        return next((n for n in mutant.examples if not passes(mutant, folder, test, n)), None)
 
 
-def passes(mutant: Mutant, folder: str, examples: int) -> bool:
-    """Whether the property test passes with the package in `folder`."""
+def passes(mutant: Mutant, folder: str, test: str, examples: int) -> bool:
+    """Whether a property test passes with the package in `folder`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "--hypothesis-profile=unshrunk", "-k", mutant.setups, "tests/property"],
+        [*command, "--hypothesis-profile=unshrunk", "-k", mutant.setups, test],
         cwd=ROOT,
         env={
             **os.environ,
@@ -297,14 +291,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutants whose name has one of these")
     parser.add_argument(
+        "--on", choices=LINES, default="v0.20.2", help="the line (default: %(default)s)"
+    )
+    parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="mutants at a time (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a table, as Markdown")
     arguments = parser.parse_args()
     words = arguments.words
-    mutants = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    of_line, test = LINES[arguments.on]
+    mutants = [m for m in of_line if not words or any(word in m.name for word in words)]
     if not mutants:
-        names = ", ".join(mutant.name for mutant in MUTANTS)
+        names = ", ".join(mutant.name for mutant in of_line)
         parser.error(f"no mutant's name has {' or '.join(words)}; there are: {names}")
     console = Console()
     spec = find_spec("vllm")
@@ -315,13 +313,15 @@ def main() -> int:
         if (count := (installed / mutant.file).read_text().count(mutant.before)) != 1:
             raise SystemExit(
                 f"mutant '{mutant.name}': {mutant.file} has its line {count} times, expected "
-                "once; mend tests/property/mutants.py"
+                f"once; mend the table of {arguments.on}"
             )
-    if not passes(Mutant("none", "", "", ""), str(installed.parent), EXAMPLES[0]):
+    if not passes(Mutant("none", "", "", ""), str(installed.parent), test, EXAMPLES[0]):
         raise SystemExit("the property test fails without a mutant; mend that first")
     found: dict[str, int | None] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool, console.status("") as status:
-        running = {pool.submit(examples_to_notice, mutant, installed): mutant for mutant in mutants}
+        running = {
+            pool.submit(examples_to_notice, mutant, installed, test): mutant for mutant in mutants
+        }
         for count, future in enumerate(as_completed(running), 1):
             name = running[future].name
             if future.exception():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints and the client of the first line's tests."""
+"""The checkpoints, the client and the profiles of the first line's tests."""
 
+import tests.property.conftest  # noqa: F401  (registers hypothesis profiles)
 from tests.behaviour.conftest import checkpoint, model
 from tests.behaviour.test_openai import client
 

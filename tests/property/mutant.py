@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A named break of the code under test (`mutants.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Of each setup. Few notice most mutants at once; the others get many.
+EXAMPLES = (100, 1500)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line of the code under test, and what it becomes."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    # Of pytest's -k: those that can notice it, where these need many examples.
+    setups: str = ""
+    examples: tuple[int, ...] = EXAMPLES

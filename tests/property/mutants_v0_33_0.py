@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of the line v0.33.0, whose property test is `tests/v0.33.0/test_connector.py`."""
+
+from __future__ import annotations
+
+from tests.property.mutant import Mutant
+
+CONFIG = "config/aux_output.py"
+CONNECTOR = "distributed/aux_output_connector/connector.py"
+WORKER = "distributed/aux_output_connector/worker.py"
+STORE = "distributed/aux_output_connector/store.py"
+BLOCK_POOL = "v1/core/block_pool.py"
+BLOCKS = "v1/core/kv_cache_utils.py"
+KV_CACHE = "v1/core/kv_cache_manager.py"
+SCHEDULER = "v1/core/sched/scheduler.py"
+
+MUTANTS = [
+    # Stale rows.
+    Mutant(
+        "earlier block with the same tokens still found",
+        BLOCK_POOL,
+        "                self._uncache_blocks(block_hash_with_group_id)\n",
+        "",
+        setups="weights or window or state",
+    ),
+    Mutant(
+        "rows of a block of outputs shared beyond its KV block",
+        CONNECTOR,
+        "    if vllm_config.cache_config.enable_prefix_caching:\n        return block_size\n",
+        "    if vllm_config.cache_config.enable_prefix_caching:\n        return 4\n",
+        setups="window or state",
+    ),
+    Mutant(
+        "outputs known by another group than full attention",
+        CONNECTOR,
+        "            return group_id\n",
+        "            return 0\n",
+        setups="window or state",
+    ),
+    Mutant(
+        "hits end within a block of outputs",
+        KV_CACHE,
+        "                whole_blocks=request.captures_aux_output,\n            )\n",
+        "            )\n",
+        setups="state",
+    ),
+    # Cached blocks without rows.
+    Mutant(
+        "blocks of silent requests count as captured",
+        BLOCK_POOL,
+        "                and request.captures_aux_output\n",
+        "",
+        setups="silent or window or state",
+    ),
+    Mutant(
+        "cap removed",
+        CONNECTOR,
+        "                return index * self._block_size\n",
+        "                return None\n",
+        setups="silent or window or state",
+    ),
+    Mutant(
+        "block in which the wanted rows begin not checked",
+        CONNECTOR,
+        "range(start // self._block_size, len(blocks))",
+        "range(-(-start // self._block_size), len(blocks))",
+        setups="silent or window or state",
+    ),
+    # Eviction.
+    Mutant(
+        "evicted block keeps its mark",
+        BLOCKS,
+        "        self._block_hash_num_tokens = None\n        self.has_aux_output = False\n",
+        "        self._block_hash_num_tokens = None\n",
+        setups="silent or window or state",
+    ),
+    Mutant(
+        "rows kept for blocks that were never captured",
+        CONNECTOR,
+        ") is not None and block.has_aux_output:",
+        ") is not None:",
+        setups="silent",
+    ),
+    Mutant(
+        "kept rows never released",
+        CONNECTOR,
+        "            self._released_hashes.append(victim)\n",
+        "",
+        setups="window or state or silent or weights",
+    ),
+    Mutant(
+        "kept rows survive a reset",
+        CONNECTOR,
+        "        self._released_hashes.extend(self._kv_cached)\n",
+        "",
+        setups="reset",
+    ),
+    # Resets.
+    Mutant(
+        "rows from before a reset count",
+        CONNECTOR,
+        "        self._generation += 1\n",
+        "",
+        setups="reset",
+    ),
+    Mutant(
+        "running requests not told again after a reset",
+        CONNECTOR,
+        "        self._unsent.update(dict.fromkeys(self._sent_hash_counts))\n",
+        "",
+        setups="reset",
+    ),
+    # Rewinds.
+    Mutant(
+        "rewound request not told",
+        CONNECTOR,
+        "        self._rewound.update(self._sent_hash_counts.keys() & rewound)\n",
+        "",
+        setups="session or failed",
+    ),
+    Mutant(
+        "rewound request keeps the position of its first token",
+        CONNECTOR,
+        "            rewound_requests[request_id] = request.num_computed_tokens\n",
+        "            rewound_requests[request_id] = 0\n",
+        setups="session or failed",
+    ),
+    Mutant(
+        "preempted request not told again",
+        CONNECTOR,
+        "        else:\n            self._unsent[request_id] = None\n",
+        "",
+    ),
+    # Truncation at accepted tokens.
+    Mutant(
+        "row of the last sampled token expected",
+        CONNECTOR,
+        "        token_end = request.num_tokens - 1\n",
+        "        token_end = request.num_tokens\n",
+    ),
+    Mutant(
+        "rows of rejected drafts count",
+        WORKER,
+        "        counts = num_tokens - num_rejected\n",
+        "        counts = num_tokens\n",
+        setups="drafts",
+    ),
+    # Sharing.
+    Mutant(
+        "last hashes of an ended request lost",
+        CONNECTOR,
+        "        self._finished_requests[request_id] = self._take_new_hashes(\n"
+        "            request, request.num_computed_tokens\n"
+        "        )\n",
+        "        self._finished_requests[request_id] = None\n",
+    ),
+    Mutant(
+        "ended request forgotten while its step runs",
+        WORKER,
+        "        if not self._positions.in_flight[state.slot]:\n            finished_now",
+        "        if True:\n            finished_now",
+    ),
+    # Loads, faults and remote prefills.
+    Mutant(
+        "external KV taken without its rows",
+        CONNECTOR,
+        "            and all(map(self._has_rows, self._block_hashes(request)[first:end]))\n",
+        "",
+        setups="loads",
+    ),
+    Mutant(
+        "rows of received tokens expected",
+        CONNECTOR,
+        "            request.aux_output_start = num_hit\n",
+        "",
+        setups="remote",
+    ),
+    Mutant(
+        "received blocks count as captured",
+        BLOCK_POOL,
+        "                and num_hash_tokens - block_size >= request.aux_output_start\n",
+        "",
+        setups="remote",
+    ),
+    Mutant(
+        "block received in part shared with others",
+        CONNECTOR,
+        "            hashes[block_index - num_sent] = os.urandom(len(hashes[0]))\n",
+        "            pass\n",
+        setups="remote",
+    ),
+    Mutant(
+        "start stays behind tokens that failed to load",
+        CONNECTOR,
+        "        request.aux_output_start = min(\n"
+        "            request.aux_output_start, request.num_computed_tokens\n"
+        "        )\n",
+        "        pass\n",
+        setups="remote",
+    ),
+    # Opt-in.
+    Mutant(
+        "silent requests get rows",
+        CONFIG,
+        "        return not self.routed_experts_opt_in if asked is None else asked\n",
+        "        return True\n",
+        setups="silent",
+    ),
+]
