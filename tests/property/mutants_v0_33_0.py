@@ -206,4 +206,11 @@ MUTANTS = [
         "        return True\n",
         setups="silent",
     ),
+    Mutant(
+        "engine with opt-in gives everybody rows",
+        CONFIG,
+        "        return not self.routed_experts_opt_in if asked is None else asked\n",
+        "        return True if asked is None else asked\n",
+        setups="opt-in",
+    ),
 ]

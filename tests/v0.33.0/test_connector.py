@@ -101,6 +101,8 @@ class Setup:
     lookahead: int = 0
     # Kind and block size of each KV cache group; full attention decides which rows are known.
     groups: tuple[tuple[str, int], ...] = (("full", BLOCK),)
+    # Requests get rows only if they ask for them.
+    opt_in: bool = False
     # Tokens of a block hash, where it is not the greatest that fits all groups.
     match_unit: int | None = None
     # Operations beside requests, steps and aborts.
@@ -158,6 +160,7 @@ MENDED = {
     "asynchronous hashes with lookahead": Setup(
         asynchronous=True, depth=2, drafts=3, lookahead=3, also=("silent",)
     ),
+    "opt-in": Setup(asynchronous=True, depth=2, opt_in=True, also=("preempt", "session", "silent")),
     "everything": Setup(
         asynchronous=True, depth=3, drafts=2, also=("preempt", "reset", "session", "silent")
     ),
@@ -227,6 +230,8 @@ def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
     config.scheduler_config.watermark = 0.0
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.aux_output_config.enable_return_routed_experts = True
+    if setup.opt_in:
+        config.aux_output_config.routed_experts_opt_in = True
     groups = [KVCacheGroupSpec([kind], make_spec(kind, size)) for kind, size in setup.groups]
     return config, KVCacheConfig(setup.num_blocks, [], groups)
 
@@ -490,6 +495,7 @@ class Engine:
         )
         self.runner = Runner(setup, config, kv_cache)
         self.requests: dict[str, Request] = {}
+        self.asking: set[str] = set()
         self.steps: deque[Step] = deque()
         # Position after the last row that each client was handed.
         self.ends: dict[str, int] = {}
@@ -516,14 +522,19 @@ class Engine:
         )
 
     def add(self, prompt: list[int], max_tokens: int, start: int = 0, **more: Any) -> None:
-        if more.get("return_routed_experts") is False and "silent" not in self.setup.also:
+        asks = more.get("return_routed_experts") is not False
+        if not asks and "silent" not in self.setup.also:
             return
+        if self.setup.opt_in:
+            more["return_routed_experts"] = True if asks else None
         req_id = str(len(self.requests))
         start = min(start, len(prompt))
         request = self.make_request(
             req_id, prompt, max_tokens, routed_experts_prompt_start=start, **more
         )
         self.requests[req_id] = request
+        if asks:
+            self.asking.add(req_id)
         self.starts[req_id] = self.ends[req_id] = start
         self.scheduler.add_request(request)
 
@@ -690,10 +701,9 @@ class Engine:
             getattr(client, "distribute_routed_experts", lambda: None)()
         for output in (output for client in clients for output in client.outputs):
             request = self.requests[output.request_id]
-            asks = getattr(request.sampling_params, "return_routed_experts", None) is not False
             if output.routed_experts is None:
                 continue
-            assert asks
+            assert output.request_id in self.asking
             start = self.ends[output.request_id]
             if stated := getattr(output, "routed_experts_start", 0):
                 assert stated <= step.firsts[output.request_id]
@@ -796,8 +806,7 @@ class Engine:
     def check(self) -> None:
         """Everybody has all rows that were asked for, and nothing is left of the requests."""
         for req_id, request in self.requests.items():
-            asks = getattr(request.sampling_params, "return_routed_experts", None) is not False
-            if asks and request.status != RequestStatus.FINISHED_ABORTED:
+            if req_id in self.asking and request.status != RequestStatus.FINISHED_ABORTED:
                 assert self.ends[req_id] == max(request.num_tokens - 1, self.starts[req_id])
         self.step([])  # brings the worker the end of the last requests
         worker, scheduler_side = self.runner.connector, self.scheduler.aux_output_connector
