@@ -23,7 +23,9 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from examples.client import decode_rows
 from harness import oracle
+from harness.lines import FIRST
 from harness.server import Server
+from tests import endpoints
 from tests.behaviour.conftest import CHUNK, random_prompt
 
 pytestmark = pytest.mark.slow
@@ -55,7 +57,7 @@ PLACES = [
     for path in ENDPOINTS
     for place in (OBJECTS[path], *FIELDS[path])
 ]
-ASK, START = "return_routed_experts", "routed_experts_prompt_start"
+ASK, START, LAST = endpoints.ASK, endpoints.START, endpoints.LAST
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,7 @@ OTHERS = ('""', '"yes"', '"1e3"', '"\\u0000"', '"\\ud800"', "[]", "[1]", "[[1]]"
 HOSTILE = [
     *both(ASK, *FLOATS, *HUGE, *OTHERS, "2", "-1", '"TRUE"', '"True"', '"1"', "[true]"),
     *both(ASK, '"' + "x" * 100_000 + '"'),
+    *both(LAST, *FLOATS, *HUGE, *OTHERS, "2", '"1"'),
     *both(START, *FLOATS, *HUGE, *OTHERS, "true", "false", "-1", "65", "1000000", '"0"', '"true"'),
     pytest.param(START, f'{{"{START}": 0, "{START}": -1}}', id="the last of two keys is bad"),
     pytest.param(START, f'{{"{ASK}": true, "{START}": 1.5}}', id="one of two arguments is bad"),
@@ -282,6 +285,7 @@ KNOWN: dict[str, Callable[[dict[str, Any]], bool]] = {
 ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={
+        LAST: st.sampled_from([True, 0, "true", "yes", 2, None]),
         ASK: st.one_of(st.sampled_from([True, False, 0, 1, "true", None]), st.integers()),
         START: st.one_of(
             st.integers(-1, 21),
@@ -351,6 +355,64 @@ def test_requests_from_the_schema_do_no_harm(
 
     send()
     assert {200, 400} <= answered
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=3,
+)
+# Any value of any argument.
+ANYTHING = st.dictionaries(
+    st.sampled_from([ASK, START, LAST]), JSON | st.sampled_from([True, 1, 0, 2]), max_size=3
+)
+
+
+def asks(*places: dict[str, Any]) -> bool:
+    """Whether an object has a value of the argument that means yes. 1.0 equals True."""
+    values = [place.get(ASK) for place in places]
+    return any(value is True or value == "true" or value == 1 for value in values)
+
+
+@pytest.mark.parametrize("endpoint", endpoints.ENDPOINTS, ids=lambda e: e.name.strip("`"))
+def test_arguments_of_any_value_do_no_harm_on_any_endpoint(
+    server: Server, check_server: Callable[[], None], endpoint: endpoints.Endpoint
+) -> None:
+    """Nobody gets rows who does not ask, where answers have a place for rows or not."""
+
+    @seed(SEED)
+    @settings(
+        max_examples=40,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        data=st.data(),
+        stream=st.booleans() if endpoint.stream else st.just(False),
+    )
+    def send(data: st.DataObject, stream: bool) -> None:
+        body = {"model": server.checkpoint, **json.loads(json.dumps(endpoint.body))}
+        if stream:
+            body["stream"] = True
+        given = []
+        for way in endpoint.ways:
+            place = body
+            for name in way:
+                place = place.setdefault(name, {})
+            given.append(data.draw(ANYTHING))
+            place.update(given[-1])
+        status, text = post(server, endpoint.path, json.dumps(body))
+        assert status < 500, text
+        returned = '"routed_experts":"' in text
+        silent = all(place.get(ASK) is None for place in given)
+        # Who is silent gets rows from this server, where the answer has a place for them.
+        may_return = endpoint.lines[FIRST] == endpoints.ROWS and (silent or asks(*given))
+        assert may_return or not returned, text[:500]
+
+    send()
+    check_server()
 
 
 def test_log_names_no_error(server: Server) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No request stops the server of this line or harms the next one.
 
-Requests and helpers are those of the first line's `tests/behaviour/test_fuzz.py`. Here the two
-arguments are fields of the request, read as pydantic reads them: "yes" is true, 1.0 is 1.
+Requests and helpers are those of the first line's `tests/behaviour/test_fuzz.py`.
 """
 
 from __future__ import annotations
@@ -20,33 +19,31 @@ from harness import oracle
 from harness.server import Server
 from tests.behaviour.test_fuzz import (
     ARGUMENTS,
-    ASK,
     ENDPOINTS,
-    HUGE,
+    HOSTILE,
     KNOWN,
+    PLACES,
     SEED,
-    START,
     find,
     post,
     streamed_error,
+    test_arguments_of_any_value_do_no_harm_on_any_endpoint,
     write_body,
 )
+
+# This test runs here as it is.
+__all__ = ["test_arguments_of_any_value_do_no_harm_on_any_endpoint"]
 
 pytestmark = pytest.mark.slow
 
 LINE = Path(__file__).parent.name
 EXAMPLES = 40
-# Where the two arguments stand.
-PLACES: dict[str, tuple[str, ...]] = {
+# Where the arguments of a request from the schema stand.
+WAYS: dict[str, tuple[str, ...]] = {
     "/inference/v1/generate": ("sampling_params",),
     "/v1/completions": (),
     "/v1/chat/completions": (),
 }
-NEVER = ("1.5", "NaN", "Infinity", "1e400", '""', '"1e3"', '"\\u0000"', "[]", "[1]", "{}", *HUGE)
-HOSTILE = [
-    *((ASK, value) for value in (*NEVER, "2", "-1", '"' + "x" * 100_000 + '"')),
-    *((START, value) for value in (*NEVER, "-1", "65", "1000000", '"x"', "null")),
-]
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +71,20 @@ def check_server(server: Server, model: Path) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize("path", PLACES)
+@pytest.mark.parametrize(("path", "place"), PLACES)
 def test_hostile_value_is_a_400_that_names_the_argument(
-    server: Server, check_server: Callable[[], None], path: str
+    server: Server, check_server: Callable[[], None], path: str, place: tuple[str, ...]
 ) -> None:
-    for name, value in HOSTILE:
+    for name, arguments in (hostile.values for hostile in HOSTILE):
         for stream in (False, True):
-            body = write_body(server, path, PLACES[path], f'{{"{name}": {value}}}', stream=stream)
+            body = write_body(server, path, place, str(arguments), stream=stream)
             status, text = post(server, path, body)
-            assert status == 400, (name, value[:40], text)
-            # The release's own refusal of what no message to the engine can hold.
-            assert name in text or "can't serialize ints" in text, (name, value[:40], text)
-        check_server()
+            assert status == 400, (arguments, text)
+            assert str(name) in text, (arguments, text)
+    check_server()
 
 
-@pytest.mark.parametrize("path", PLACES)
+@pytest.mark.parametrize("path", WAYS)
 def test_requests_from_the_schema_do_no_harm(
     server: Server, check_server: Callable[[], None], path: str
 ) -> None:
@@ -107,7 +103,7 @@ def test_requests_from_the_schema_do_no_harm(
     def send(case: Any, arguments: dict[str, Any], valid: bool) -> None:
         if valid and isinstance(case.body, dict):
             case.body.update(model=server.checkpoint, **ENDPOINTS[path])
-            find(case.body, PLACES[path]).update(arguments)
+            find(case.body, WAYS[path]).update(arguments)
         if isinstance(case.body, dict):
             assume(not any(known(case.body) for known in KNOWN.values()))
         reply = case.call(timeout=120)
