@@ -150,7 +150,7 @@ ENDPOINTS = [
     ),
 ]
 
-# What no server of these tests has. Unit tests in the patches check it.
+# What no server of these tests has. Programs and unit tests in the patches check it.
 OTHERS = [
     ("`LLM.generate`, `LLM.chat`", "`SamplingParams`, its `extra_args`", both(ROWS)),
     ("`LLM.beam_search`", "has no argument", both(ABSENT)),
