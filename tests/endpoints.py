@@ -44,6 +44,7 @@ class Endpoint:
         lines: `ROWS`, `REFUSED` (HTTP 400, by name), `PASSED` (the rendered request asks) or
             `ABSENT` of each line.
         stream: whether it can stream.
+        ends_engine: lines whose engine on a CPU ends at a valid request, in the release too.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Endpoint:
     ways: tuple[tuple[str, ...], ...]
     lines: dict[str, str]
     stream: bool = False
+    ends_engine: tuple[str, ...] = ()
 
 
 def both(what: str) -> dict[str, str]:
@@ -133,6 +135,8 @@ ENDPOINTS = [
         {"query": "abc", "items": ["a", "b"], "label_token_ids": [5, 6]},
         (FIELD, XARGS),
         both(REFUSED),
+        # It uses logprob_token_ids, which need Triton.
+        ends_engine=(FIRST,),
     ),
     Endpoint(
         "`/v1/completions/render`",
