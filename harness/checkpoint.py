@@ -4,8 +4,7 @@
 Nothing is downloaded. `make_checkpoint` gives the same bytes for the same settings, and reuses a
 checkpoint with these settings.
 
-A family is one entry of `FAMILIES`: the classes in `transformers`, the small sizes, and
-where its routers are (which `oracle.py` hooks).
+The families are those of `families.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness import text
+from harness.families import COMMON, FAMILIES, TOP_K, VOCAB_SIZE, Family, find
 
 # Raised when what `make_checkpoint` writes changes, so that older checkpoints are remade.
 RECIPE = 1
 SETTINGS_FILE = "settings.json"
-VOCAB_SIZE = 768
 END, BEGIN_TURN, END_TURN, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 
 CHAT_TEMPLATE = (
@@ -35,175 +33,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
-# Sizes that all families share. An initializer range of 1 / sqrt(hidden) keeps activations of order
-# one, so that each layer changes the routing of the next. With the usual 0.02 a token would take
-# the same experts at any position, and a row at the wrong position would look right.
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.125,
-    "tie_word_embeddings": False,
-}
-TOP_K = 4
-
-
-@dataclass(frozen=True)
-class Family:
-    """What differs between model families.
-
-    Attributes:
-        config: configuration class in `transformers`.
-        model: causal-LM class in `transformers`.
-        router: a router's name inside its decoder layer, `model.layers.<i>.<router>`.
-        experts: configuration field that counts the routed experts.
-        settings: configuration fields on top of `COMMON`.
-        top_k: configuration field of the top-k, a number or one for each layer.
-        scores: what the router chooses its top-k by: "logits" (softmax does not change
-            their order) or "sigmoid" (of the logits, plus a correction bias if it has one).
-        router_std: standard deviation of the routers' weights; 0.5 spreads logits to +-4.
-        dtype: dtype of the saved weights.
-    """
-
-    config: str
-    model: str
-    router: str
-    experts: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    top_k: str = "num_experts_per_tok"
-    scores: str = "logits"
-    router_std: float = 0.5
-    dtype: str = "float32"
-
-
-# On a CPU vLLM needs VLLM_MLA_DISABLE=1 for these. Its attention then differs from
-# transformers': rows need another oracle there, the router's logits of the same forward.
-_MLA = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "num_key_value_heads": 4,
-}
-_SHARED = {
-    "n_routed_experts": 16,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
-
-FAMILIES: dict[str, Family] = {
-    "qwen3_moe": Family(
-        config="Qwen3MoeConfig",
-        model="Qwen3MoeForCausalLM",
-        router="mlp.gate",
-        experts="num_experts",
-        settings={
-            "head_dim": 32,
-            "num_experts": 16,
-            "moe_intermediate_size": 64,
-            "intermediate_size": 128,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
-        },
-    ),
-    "mixtral": Family(
-        config="MixtralConfig",
-        model="MixtralForCausalLM",
-        router="block_sparse_moe.gate",
-        experts="num_local_experts",
-        settings={
-            "head_dim": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 64,
-            "sliding_window": None,
-        },
-    ),
-    "olmoe": Family(
-        config="OlmoeConfig",
-        model="OlmoeForCausalLM",
-        router="mlp.gate",
-        experts="num_experts",
-        # OLMoE has no head_dim of its own: 64 / 2 heads gives the 32 that the CPU takes.
-        settings={
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "num_experts": 16,
-            "intermediate_size": 64,
-            "norm_topk_prob": False,
-        },
-    ),
-    "glm4_moe": Family(
-        config="Glm4MoeConfig",
-        model="Glm4MoeForCausalLM",
-        router="mlp.gate",
-        experts="n_routed_experts",
-        settings={**_SHARED, "head_dim": 32, "use_qk_norm": True},
-        scores="sigmoid",
-        # Less spread: float32 sigmoids of large logits round to ties.
-        router_std=0.125,
-    ),
-    "deepseek_v2": Family(
-        config="DeepseekV2Config",
-        model="DeepseekV2ForCausalLM",
-        router="mlp.gate",
-        experts="n_routed_experts",
-        settings={**_SHARED, **_MLA, "topk_method": "greedy", "norm_topk_prob": False},
-    ),
-    "deepseek_v3": Family(
-        config="DeepseekV3Config",
-        model="DeepseekV3ForCausalLM",
-        router="mlp.gate",
-        experts="n_routed_experts",
-        # transformers' class has no other method; vLLM reads it from the configuration.
-        settings={**_SHARED, **_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-        scores="sigmoid",
-        router_std=0.125,
-    ),
-    "gpt_oss": Family(
-        config="GptOssConfig",
-        model="GptOssForCausalLM",
-        router="mlp.router",
-        experts="num_local_experts",
-        settings={
-            "head_dim": 32,
-            "num_local_experts": 16,
-            "intermediate_size": 64,
-            "sliding_window": 128,
-            "max_position_embeddings": 131072,  # what its default rope_scaling makes of 4096
-        },
-        dtype="bfloat16",  # the only one vLLM's CPU kernels take; no float32 oracle fits
-    ),
-    "hunyuan_v1_moe": Family(
-        config="HunYuanMoEV1Config",
-        model="HunYuanMoEV1ForCausalLM",
-        router="mlp.gate.wg",
-        experts="num_experts",
-        top_k="moe_topk",
-        settings={
-            "head_dim": 32,
-            "num_experts": 16,
-            "moe_topk": [4, 2, 4, 3],
-            "intermediate_size": 64,
-            # vLLM reads these from the published configurations; transformers has them fixed.
-            "moe_intermediate_size": 64,
-            "num_shared_expert": 1,
-            "use_mixed_mlp_moe": True,
-            "use_qk_norm": True,
-        },
-    ),
-}
 
 
 def make_checkpoint(
@@ -322,12 +151,13 @@ def _write_model(path: Path, spec: Family, settings: Mapping[str, Any]) -> None:
         torch.manual_seed(settings["seed"])
         model = getattr(transformers, spec.model)(config).float()
         with torch.no_grad():
-            for name, router in model.named_modules():
-                if not name.endswith("." + spec.router):
+            for layer in model.get_submodule("model.layers"):
+                router = find(layer, spec.router)
+                if router is None:
                     continue
                 router.weight.normal_(std=settings["router_std"])
                 # A zero bias would not show whether the router uses it.
-                bias = getattr(router, "e_score_correction_bias", None)
+                bias = find(layer, spec.bias)
                 if bias is not None:
                     bias.uniform_(-0.05, 0.05)
     model.to(getattr(torch, settings["dtype"]))

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.checkpoint import family_of
+from harness.families import find
 
 # Two float32 implementations add in different orders: closer than this at the k-th place,
 # either choice is right.
@@ -150,11 +151,11 @@ class Oracle:
         self.top_k = max(self._top_ks)
         routing = []
         for index, layer in enumerate(layers):
-            try:
-                router = layer.get_submodule(self._family.router)
-            except AttributeError:
+            router = find(layer, self._family.router)
+            if router is None:
                 continue  # a dense layer
-            router.register_forward_hook(functools.partial(self._hook, index))
+            bias = find(layer, self._family.bias)
+            router.register_forward_hook(functools.partial(self._hook, index, bias))
             routing.append(index)
         if not routing:
             raise ValueError(f"{checkpoint} has no layer with a router")
@@ -180,21 +181,27 @@ class Oracle:
         scores = np.stack([self._seen[layer][1] for layer in self.layers])
         return Routes(self.layers, self.num_layers, ids, scores)
 
-    def _hook(self, layer: int, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _hook(
+        self, layer: int, bias: Any, router: Any, inputs: tuple[Any, ...], output: Any
+    ) -> None:
         import torch.nn.functional as F
 
-        if not isinstance(output, tuple):  # a plain linear layer: its output is the logits
-            ids, scores = output.topk(self._top_ks[layer], dim=-1).indices, output
-        else:  # a router that chooses itself: take its choice and its scores
-            ids = next(o for o in output if not o.is_floating_point())
+        ids = None
+        if isinstance(output, tuple):  # a router that chooses itself: take its choice
+            ids = next((o for o in output if not o.is_floating_point()), None)
             hidden = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
-            scores = F.linear(hidden, router.weight.float(), getattr(router, "bias", None))
-            if self._family.scores == "sigmoid":
-                scores = scores.sigmoid()
-                if hasattr(router, "e_score_correction_bias"):
-                    scores = scores + router.e_score_correction_bias
+            output = F.linear(hidden, router.weight.float(), getattr(router, "bias", None))
+        scores = output.reshape(-1, output.shape[-1]).float()
+        if self._family.scores == "sigmoid":
+            scores = scores.sigmoid()
+        elif self._family.scores == "softmax":
+            scores = scores.softmax(dim=-1)
+        if bias is not None:
+            scores = scores + bias.flatten()
+        if ids is None:
+            ids = scores.topk(self._top_ks[layer], dim=-1).indices
         ids = F.pad(ids.sort(dim=-1).values, (0, self.top_k - ids.shape[-1]), mode="replicate")
-        self._seen[layer] = (ids.numpy(), scores.float().numpy())
+        self._seen[layer] = (ids.numpy(), scores.numpy())
 
 
 @functools.lru_cache(maxsize=4)

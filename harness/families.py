@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of MoE models: classes in `transformers`, small sizes, and where the routers are.
+
+`checkpoint.py` makes random checkpoints of them, `oracle.py` hooks their routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+VOCAB_SIZE = 768
+
+# Sizes that all families share. An initializer range of 1 / sqrt(hidden) keeps activations of order
+# one, so that each layer changes the routing of the next. With the usual 0.02 a token would take
+# the same experts at any position, and a row at the wrong position would look right.
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.125,
+    "tie_word_embeddings": False,
+}
+TOP_K = 4
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between model families.
+
+    Attributes:
+        config: configuration class in `transformers`.
+        model: causal-LM class in `transformers`.
+        router: a router's name inside its decoder layer, `model.layers.<i>.<router>`. Releases of
+            `transformers` differ: the first name that is there.
+        experts: configuration field that counts the routed experts.
+        settings: configuration fields on top of `COMMON`.
+        top_k: configuration field of the top-k, a number or one for each layer.
+        scores: what the router chooses its top-k by, plus a correction bias if it has one:
+            "logits" (softmax does not change their order), "softmax" or "sigmoid" of the logits.
+        bias: the bias' name inside its decoder layer, the first name that is there.
+        router_std: standard deviation of the routers' weights; 0.5 spreads logits to +-4.
+        dtype: dtype of the saved weights.
+    """
+
+    config: str
+    model: str
+    router: tuple[str, ...]
+    experts: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    top_k: str = "num_experts_per_tok"
+    scores: str = "logits"
+    bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    router_std: float = 0.5
+    dtype: str = "float32"
+
+
+# On a CPU vLLM needs VLLM_MLA_DISABLE=1 for these. Its attention then differs from
+# transformers': rows need another oracle there, the router's logits of the same forward.
+_MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+}
+_SHARED = {
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_moe": Family(
+        config="Qwen3MoeConfig",
+        model="Qwen3MoeForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={
+            "head_dim": 32,
+            "num_experts": 16,
+            "moe_intermediate_size": 64,
+            "intermediate_size": 128,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": Family(
+        config="MixtralConfig",
+        model="MixtralForCausalLM",
+        router=("block_sparse_moe.gate", "mlp.gate"),
+        experts="num_local_experts",
+        settings={
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "sliding_window": None,
+        },
+    ),
+    "olmoe": Family(
+        config="OlmoeConfig",
+        model="OlmoeForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        # OLMoE has no head_dim of its own: 64 / 2 heads gives the 32 that the CPU takes.
+        settings={
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "num_experts": 16,
+            "intermediate_size": 64,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm4_moe": Family(
+        config="Glm4MoeConfig",
+        model="Glm4MoeForCausalLM",
+        router=("mlp.gate",),
+        experts="n_routed_experts",
+        settings={**_SHARED, "head_dim": 32, "use_qk_norm": True},
+        scores="sigmoid",
+        # Less spread: float32 sigmoids of large logits round to ties.
+        router_std=0.125,
+    ),
+    "deepseek_v2": Family(
+        config="DeepseekV2Config",
+        model="DeepseekV2ForCausalLM",
+        router=("mlp.gate",),
+        experts="n_routed_experts",
+        settings={**_SHARED, **_MLA, "topk_method": "greedy", "norm_topk_prob": False},
+    ),
+    "deepseek_v3": Family(
+        config="DeepseekV3Config",
+        model="DeepseekV3ForCausalLM",
+        router=("mlp.gate",),
+        experts="n_routed_experts",
+        # transformers' class has no other method; vLLM reads it from the configuration.
+        settings={**_SHARED, **_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        scores="sigmoid",
+        router_std=0.125,
+    ),
+    "gpt_oss": Family(
+        config="GptOssConfig",
+        model="GptOssForCausalLM",
+        router=("mlp.router",),
+        experts="num_local_experts",
+        settings={
+            "head_dim": 32,
+            "num_local_experts": 16,
+            "intermediate_size": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,  # what its default rope_scaling makes of 4096
+        },
+        dtype="bfloat16",  # the only one vLLM's CPU kernels take; no float32 oracle fits
+    ),
+    "hunyuan_v1_moe": Family(
+        config="HunYuanMoEV1Config",
+        model="HunYuanMoEV1ForCausalLM",
+        router=("mlp.gate.wg",),
+        experts="num_experts",
+        top_k="moe_topk",
+        settings={
+            "head_dim": 32,
+            "num_experts": 16,
+            "moe_topk": [4, 2, 4, 3],
+            "intermediate_size": 64,
+            # vLLM reads these from the published configurations; transformers has them fixed.
+            "moe_intermediate_size": 64,
+            "num_shared_expert": 1,
+            "use_mixed_mlp_moe": True,
+            "use_qk_norm": True,
+        },
+    ),
+}
+
+# Families whose heads have no size of their own: 64 / 2 heads gives the 32 that the CPU takes.
+_TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+_EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64, "intermediate_size": 128}
+_GRANITE = {**_TWO_HEADS, "num_local_experts": 16, "intermediate_size": 64}
+_GRANITE_ROUTER = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
+
+FAMILIES |= {
+    "qwen2_moe": Family(
+        config="Qwen2MoeConfig",
+        model="Qwen2MoeForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={
+            **_TWO_HEADS,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 64,
+            "norm_topk_prob": False,
+        },
+    ),
+    "granitemoe": Family(
+        config="GraniteMoeConfig",
+        model="GraniteMoeForCausalLM",
+        router=_GRANITE_ROUTER,
+        experts="num_local_experts",
+        settings=_GRANITE,
+    ),
+    "granitemoeshared": Family(
+        config="GraniteMoeSharedConfig",
+        model="GraniteMoeSharedForCausalLM",
+        router=_GRANITE_ROUTER,
+        experts="num_local_experts",
+        settings={**_GRANITE, "shared_intermediate_size": 64},
+    ),
+    "granitemoehybrid": Family(
+        config="GraniteMoeHybridConfig",
+        model="GraniteMoeHybridForCausalLM",
+        router=_GRANITE_ROUTER,
+        experts="num_local_experts",
+        settings={
+            **_GRANITE,
+            "shared_intermediate_size": 64,
+            "layer_types": ["attention"] * 4,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 64,
+        },
+    ),
+    "phimoe": Family(
+        config="PhimoeConfig",
+        model="PhimoeForCausalLM",
+        router=("block_sparse_moe.gate", "mlp.router"),
+        experts="num_local_experts",
+        settings={
+            **_TWO_HEADS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "sliding_window": None,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+    ),
+    "dots1": Family(
+        config="Dots1Config",
+        model="Dots1ForCausalLM",
+        router=("mlp.gate",),
+        experts="n_routed_experts",
+        settings={**_SHARED, "head_dim": 32, "routed_scaling_factor": 2.0, "sliding_window": None},
+        scores="sigmoid",
+        router_std=0.125,
+    ),
+    "ernie4_5_moe": Family(
+        config="Ernie4_5_MoeConfig",
+        model="Ernie4_5_MoeForCausalLM",
+        router=("mlp.gate",),
+        experts="moe_num_experts",
+        top_k="moe_k",
+        settings={
+            "head_dim": 32,
+            "moe_num_experts": 16,
+            "moe_intermediate_size": 64,
+            "intermediate_size": 128,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 1,
+            "use_bias": False,
+        },
+        scores="softmax",
+        bias=(
+            "mlp.moe_statics.e_score_correction_bias",
+            "mlp.gate.moe_statics.e_score_correction_bias",
+        ),
+        router_std=0.125,
+    ),
+    "flex_olmo": Family(
+        config="FlexOlmoConfig",
+        model="FlexOlmoForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 64,
+        },
+    ),
+    # From here on: not in transformers 4.57, or not on a CPU with v0.20.2.
+    "llama4_text": Family(
+        config="Llama4TextConfig",
+        model="Llama4ForCausalLM",
+        router=("feed_forward.router",),
+        experts="num_local_experts",
+        settings={
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 128,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": False,
+            "use_qk_norm": False,
+        },
+    ),
+    "exaone_moe": Family(
+        config="ExaoneMoeConfig",
+        model="ExaoneMoeForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={
+            "head_dim": 32,
+            **_EXPERTS,
+            "layer_types": ["full_attention"] * 4,
+        },
+        scores="sigmoid",
+        router_std=0.125,
+    ),
+    "afmoe": Family(
+        config="AfmoeConfig",
+        model="AfmoeForCausalLM",
+        router=("mlp.router.gate",),
+        experts="num_experts",
+        settings={
+            "head_dim": 32,
+            **_EXPERTS,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "layer_types": ["full_attention"] * 4,
+        },
+        scores="sigmoid",
+        bias=("mlp.expert_bias",),
+        router_std=0.125,
+    ),
+    "minimax_m2": Family(
+        config="MiniMaxM2Config",
+        model="MiniMaxM2ForCausalLM",
+        router=("mlp.gate",),
+        experts="num_local_experts",
+        settings={"head_dim": 32, "num_local_experts": 16, "intermediate_size": 64},
+        scores="sigmoid",
+        bias=("mlp.e_score_correction_bias",),
+        router_std=0.125,
+    ),
+    "lfm2_moe": Family(
+        config="Lfm2MoeConfig",
+        model="Lfm2MoeForCausalLM",
+        router=("feed_forward.gate",),
+        experts="num_experts",
+        settings={
+            **_TWO_HEADS,
+            **_EXPERTS,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+        scores="sigmoid",
+        bias=("feed_forward.expert_bias",),
+        router_std=0.125,
+    ),
+    "cohere2_moe": Family(
+        config="Cohere2MoeConfig",
+        model="Cohere2MoeForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={
+            "head_dim": 32,
+            "num_experts": 16,
+            "intermediate_size": 64,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention"] * 4,
+        },
+    ),
+}
+
+
+def find(layer: Any, names: Sequence[str]) -> Any:
+    """What the first of these names is in a decoder layer, None if none is there."""
+    for name in names:
+        try:
+            return attrgetter(name)(layer)
+        except AttributeError:
+            continue
+    return None
