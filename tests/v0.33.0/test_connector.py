@@ -703,6 +703,8 @@ class Engine:
             request = self.requests[output.request_id]
             if output.routed_experts is None:
                 continue
+            if isinstance(output.routed_experts, list):  # one array in the release
+                output.routed_experts = np.concatenate(output.routed_experts)
             assert output.request_id in self.asking
             start = self.ends[output.request_id]
             if stated := getattr(output, "routed_experts_start", 0):
