@@ -20,7 +20,8 @@ import zmq
 from vllm.entrypoints.openai.api_server import run_server_worker
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.core.routed_experts_manager import RoutedExpertsManager
+from vllm.v1.core.routed_experts import RoutedExpertsManager
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -38,6 +39,7 @@ from harness.stand_ins import kv_cache_manager
 # Shorter callbacks are not recorded.
 LEAST_S = 1e-4
 EXPERTS = 256
+BLOCK = 16
 
 
 class Load(Protocol):
@@ -105,10 +107,19 @@ class Engine:
         for sent in waiting:
             sent.prompt_token_ids = [5] * load.prompt
         requests = {r.request_id: Request.from_engine_core_request(r, None) for r in waiting}
-        asking = [r for r in requests.values() if RoutedExpertsManager.is_opted_in(r)]
-        manager = RoutedExpertsManager(kv_cache_manager())
-        for request in asking:
-            manager.on_request_scheduled(request, 0)
+        blocks = (load.prompt + load.steps * load.tokens) // BLOCK + 1
+        kv_blocks = len(requests) * blocks + 1
+        kv_cache = kv_cache_manager(kv_blocks, blocks * BLOCK)
+        manager = RoutedExpertsManager(kv_cache, len(requests))
+        manager.rows.reserve(*self.pool.shape[1:], "uint8")
+        asking = [r for r in requests.values() if manager.returns_rows(r)]
+        scheduled = SchedulerOutput.make_empty()
+        scheduled.scheduled_new_reqs = [
+            NewRequestData.from_request(
+                request, (list(range(i * blocks + 1, (i + 1) * blocks + 1)),)
+            )
+            for i, request in enumerate(asking)
+        ]
         position = 0
         began = time.monotonic()
         for number in range(load.steps):
@@ -125,12 +136,14 @@ class Engine:
             message = EngineCoreOutputs(outputs=outputs)
             end = load.prompt + (number + 1) * load.tokens - 1
             if asking:
-                manager.on_step_scheduled(number + 1)
-                manager.update(self.rows_of(asking, position, end), requests, number + 1)
+                scheduled.step = number + 1
+                manager.on_step_scheduled(scheduled, requests)
+                scheduled.scheduled_new_reqs = []
+                manager.update(self.rows_of(asking, position, end), number + 1)
                 for request in asking:
                     if request.is_finished():
                         manager.free(request)
-                manager.pack({0: message}, requests)
+                manager.pack({0: message}, number + 1)
             self.send(message)
             position = end
             time.sleep(0.005)

@@ -35,9 +35,14 @@ _CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 FUNCTIONS = [
     ("vllm.v1.core.sched.scheduler", "Scheduler", ["schedule", "update_from_output"]),
     (
-        "vllm.v1.core.routed_experts_manager",
+        "vllm.v1.core.routed_experts",
         "RoutedExpertsManager",
-        ["on_blocks_cached", "on_step_scheduled", "update", "pack"],
+        ["on_step_scheduled", "update", "pack"],
+    ),
+    (
+        "vllm.v1.core.routed_experts_prefix_cache",
+        "RoutedExpertsPrefixCache",
+        ["limit", "on_blocks_cached"],
     ),
     (_RUNNER, "GPUModelRunner", ["execute_model", "_prepare_inputs", "sample_tokens"]),
     (_RUNNER, "AsyncGPUModelRunnerOutput", ["__init__", "get_output"]),

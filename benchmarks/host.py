@@ -84,7 +84,7 @@ GROUPS = [
 ]
 # What is profiled: files that the series adds, in engines that run alone.
 PROFILED = {"one asks": "one", "decode": "all", "drafts": "all"}
-ADDED_FILES = ("routed_experts", "paged_rows", "request_slots")
+ADDED_FILES = ("routed_experts",)
 
 
 def take_turns(load: Load, engines: Sequence[Engine | RemoteEngine]) -> None:

@@ -125,13 +125,17 @@ def make_scheduler(load: Load, kind: str) -> Scheduler:
         config.speculative_config.use_eagle.return_value = False
         config.speculative_config.uses_draft_model.return_value = False
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return Scheduler(
+    scheduler = Scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(load.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK,
         log_stats=False,
     )
+    # vLLM without the series has none.
+    if (routed_experts := getattr(scheduler, "routed_experts", None)) is not None:
+        routed_experts.rows.reserve(LAYERS, TOP_K, "uint8")
+    return scheduler
 
 
 def make_requests(load: Load, kind: str) -> Iterator[EngineCoreRequest]:

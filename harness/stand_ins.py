@@ -26,12 +26,12 @@ def model_config(max_model_len: int) -> SimpleNamespace:
     )
 
 
-def kv_cache_manager() -> KVCacheManager:
+def kv_cache_manager(num_blocks: int, max_model_len: int) -> KVCacheManager:
     """One of full attention, without a prefix cache."""
     import torch
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    config = KVCacheConfig(1024, [], [KVCacheGroupSpec(["layer"], spec)])
-    return KVCacheManager(config, max_model_len=1024, hash_block_size=16, enable_caching=False)
+    config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    return KVCacheManager(config, max_model_len, hash_block_size=16, enable_caching=False)

@@ -139,7 +139,7 @@ def test_rows_of_two_workers_are_those_of_one(
 ) -> None:
     # The second time from the prefix cache.
     answers = [*generate(two_workers, PROMPTS), *generate(two_workers, PROMPTS)]
-    assert len(scheduler_of(two_workers).routed_experts_manager) == 0
+    assert not scheduler_of(two_workers).routed_experts.slots
     assert_same_as_one_process(one_engine, model, asking(answers))
 
 

@@ -104,9 +104,9 @@ def test_beam_search_goes_without_rows(model: Path) -> None:
     from vllm.sampling_params import BeamSearchParams
 
     with running(model) as engine:
-        manager = scheduler_of(engine).routed_experts_manager
+        manager = scheduler_of(engine).routed_experts
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         (output,) = engine.beam_search(as_prompts(PROMPTS[0]), params)
         assert len(output.sequences) == 2
-        assert len(manager) == 0
-        assert len(manager.store) == 0
+        assert not manager.slots
+        assert not manager.rows.is_usable.any()

@@ -37,16 +37,19 @@ class State:
     """What the scheduler keeps for rows."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.manager = scheduler.routed_experts_manager
-        self.cached = scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        self.manager = scheduler.routed_experts
+        self.block_pool = scheduler.kv_cache_manager.block_pool
 
     @property
     def num_blocks(self) -> int:
-        return len(self.manager.store)
+        return int(self.manager.rows.is_usable.sum())
 
     def assert_nothing_is_left(self) -> None:
-        assert len(self.manager) == 0
-        assert self.num_blocks <= len(self.cached)
+        assert not self.manager.slots
+        assert not self.manager.steps_in_flight
+        blocks = self.block_pool.blocks
+        usable = self.manager.rows.is_usable.nonzero()[0].tolist()
+        assert all(blocks[block_id].block_hash is not None for block_id in usable)
 
 
 def test_soak(checkpoint: Callable[..., Path]) -> None:

@@ -233,15 +233,14 @@ def test_graphs_and_asynchronous_scheduling(start: Callable[..., LLM], tap: Tap)
     assert config.scheduler_config.async_scheduling
     assert config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     assert_true_rows(mixed_batch(llm), tap)
-    # The second time everything hits the prefix cache, and rows come from the store.
+    # The second time everything hits the prefix cache, and their rows are there.
     first, second = (generate(llm, [prompt(9, 600)], [True]) for _ in range(2))
     assert second[0].num_cached_tokens > 500
     np.testing.assert_array_equal(
         second[0].outputs[0].routed_experts[:500], first[0].outputs[0].routed_experts[:500]
     )
     tap.take()
-    manager = llm.llm_engine.engine_core.engine_core.scheduler.routed_experts_manager
-    assert len(manager) == 0
+    assert not llm.llm_engine.engine_core.engine_core.scheduler.routed_experts.slots
 
 
 def test_eager_and_synchronous_scheduling(start: Callable[..., LLM], tap: Tap) -> None:

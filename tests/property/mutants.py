@@ -25,96 +25,157 @@ from tests.property import mutants_v0_33_0
 from tests.property.mutant import EXAMPLES, Mutant
 
 ROOT = Path(__file__).parents[2]
-MANAGER = "v1/core/routed_experts_manager.py"
-STORE = "v1/core/routed_experts_store.py"
-ROWS = "v1/core/paged_rows.py"
-DECODE = "v1/core/routed_experts_decode.py"
+MANAGER = "v1/core/routed_experts.py"
+CACHE = "v1/core/routed_experts_prefix_cache.py"
+KV_TRANSFER = "v1/core/routed_experts_kv_transfer.py"
+ROWS = "v1/core/routed_experts_rows.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
 
 MUTANTS = [
     Mutant(
         "finality off by one",
         MANAGER,
-        "            num_final = request.num_tokens - 1\n",
-        "            num_final = request.num_tokens\n",
+        "        num_final = request.num_tokens - 1\n",
+        "        num_final = request.num_tokens\n",
     ),
     Mutant(
-        "rows of rejected drafts handed out",
+        "rows of rejected drafts kept",
         MANAGER,
-        "            ends[i] = min(ends[i], num_final)\n",
+        "        self.rows.end[slot] = min(self.rows.end[slot], num_final)\n",
         "",
-    ),
-    Mutant(
-        "hash key dropped",
-        STORE,
-        "make_block_hash_with_group_id(hashes[index], self.group_id)",
-        "make_block_hash_with_group_id(hashes[0], self.group_id)",
-    ),
-    Mutant(
-        "cap removed",
-        MANAGER,
-        "        return min(start, num_cached_tokens)\n",
-        "        return num_cached_tokens\n",
-    ),
-    Mutant(
-        "rows of void steps count",
-        MANAGER,
-        "        slots[self._void_step[slots] >= self._processed_step] = -1\n",
-        "",
-    ),
-    Mutant(
-        "steps in flight count after a failed load",
-        MANAGER,
-        "        self._rows.truncate(slot, end)\n        self._void_step[slot] = self._step\n",
-        "        self._rows.truncate(slot, end)\n",
-    ),
-    Mutant(
-        "rows of a former slot lost",
-        MANAGER,
-        "                        slots[indices[req_id]] = slot\n",
-        "                        pass\n",
-    ),
-    Mutant(
-        "store survives a reset",
-        MANAGER,
-        "            self.store.clear()\n\n    # Scheduler.update",
-        "            pass\n\n    # Scheduler.update",
-    ),
-    Mutant(
-        "evicted blocks stay in the store",
-        STORE,
-        "            self._remove(key)\n        return True\n",
-        "            pass\n        return True\n",
     ),
     Mutant(
         "handed out rows sent again",
-        ROWS,
-        "        self.start[slots] = starts\n",
+        MANAGER,
+        "        self.rows.start[slots] = ends\n",
         "",
     ),
     Mutant(
-        "rows of a preempted request forgotten at once",
+        "rows sent again after a preemption",
         MANAGER,
-        "            if last_step <= self._processed_step:\n",
-        "            if True:\n",
+        "            start = max(start, request.num_tokens - 1)\n",
+        "            pass\n",
     ),
     Mutant(
-        "rows of a preempted request's steps lost for those that share them",
+        "rows of received tokens sent",
         MANAGER,
-        "        if self._step > self._processed_step and self._get_expected(slot):\n",
-        "        if False:\n",
+        "        return max(start, self.num_received.get(request.request_id, 0))\n",
+        "        return start\n",
     ),
     Mutant(
-        "blocks of a preempted request counted on",
+        "slot looked up when its step is processed",
         MANAGER,
-        "            self._discard_expected(slot)\n            # A step in flight",
-        "            # A step in flight",
+        "StepInFlight(self.step, self.slots.copy(), [])",
+        "StepInFlight(self.step, self.slots, [])",
+    ),
+    Mutant(
+        "slot given away while a step writes to it",
+        MANAGER,
+        "            self.steps_in_flight[-1].retired_slots.append(slot)\n",
+        "            self._free_slot(slot)\n",
     ),
     Mutant(
         "slot kept after a preemption",
         MANAGER,
-        "        self._leave(request.request_id)\n        return self._add_slot(request, start)\n",
-        "        return self._get_slot(request)\n",
+        "] = False\n        self._release_slot(request.request_id)\n",
+        "] = False\n",
+    ),
+    Mutant(
+        "blocks of a preempted request counted on",
+        MANAGER,
+        "            self.rows.is_usable[block.block_id] = False\n        self._release",
+        "            pass\n        self._release",
+    ),
+    Mutant(
+        "new blocks of a request not noted",
+        MANAGER,
+        "                self.rows.add_blocks(slot, block_ids[self.group_id])\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "rows lost when their block leaves the window",
+        MANAGER,
+        "            if self._frees_early:\n",
+        "            if False:\n",
+        setups="window",
+    ),
+    Mutant(
+        "client without rows treated like others",
+        MANAGER,
+        "        if len(slots) == 0:\n            return\n",
+        "",
+    ),
+    Mutant(
+        "rows of others kept in the step",
+        MANAGER,
+        "            rows = rows[spans(offsets[chosen], counts[chosen])[1]]\n",
+        "            rows = rows[: counts[chosen].sum()]\n",
+    ),
+    Mutant(
+        "cap removed",
+        CACHE,
+        "        return max(start, (start // size + int(unusable[0])) * size)\n",
+        "        return num_cached_tokens\n",
+    ),
+    Mutant(
+        "block without rows given out first",
+        CACHE,
+        ") and not rows.is_usable[first.block_id]:",
+        ") is None:",
+    ),
+    Mutant(
+        "rows of received blocks expected",
+        CACHE,
+        "key is None or index * rows.block_size < num_received",
+        "key is None",
+    ),
+    Mutant(
+        "marks survive a reset",
+        CACHE,
+        "        self._rows.is_usable[:] = False\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "marks survive an eviction",
+        CACHE,
+        "            self._rows.is_usable[block.block_id] = False\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "external KV taken unasked",
+        KV_TRANSFER,
+        "        takes_kv = asks or not returns_rows\n",
+        "        takes_kv = True\n",
+    ),
+    Mutant(
+        "steps in flight count after a failed load",
+        KV_TRANSFER,
+        "            manager.discard_steps_in_flight(request.request_id, slot)\n",
+        "",
+    ),
+    Mutant(
+        "slot keeps the position of another request",
+        ROWS,
+        "        self.start[slot] = start\n",
+        "        self.start[slot] = max(start, self.start[slot])\n",
+    ),
+    Mutant(
+        "rows of a block always on their way",
+        ROWS,
+        "        self.is_pending[blocks[places == self.block_size - 1]] = False\n",
+        "",
+    ),
+    Mutant(
+        "first rows of a shared block left out",
+        ROWS,
+        "        np.minimum.at(part_begins, parts, begins)\n",
+        "        part_begins[:] = begins[chosen]\n",
+    ),
+    Mutant(
+        "slice goes on in another array",
+        ROWS,
+        "        follows &= ~np.isin(offsets[1:], cuts)\n",
+        "",
     ),
     Mutant(
         "steps before a resumption count",
@@ -125,26 +186,8 @@ MUTANTS = [
     Mutant(
         "finished request not freed",
         SCHEDULER,
-        "        self.routed_experts_manager.free(request)\n",
-        "",
-    ),
-    Mutant(
-        "rows of received blocks expected",
-        MANAGER,
-        "            and index * self._rows.page_size >= num_received\n",
-        "",
-    ),
-    Mutant(
-        "external KV taken unasked",
-        MANAGER,
-        'return isinstance(params, dict) and bool(params.get("do_remote_prefill"))',
-        "return True",
-    ),
-    Mutant(
-        "rows counted on that a failed load does not bring",
-        MANAGER,
-        "if self._rows.has_any(self._slots.get(req_id), lost)",
-        "if False",
+        "            self.routed_experts.free(request)\n",
+        "            pass\n",
     ),
     Mutant(
         "blocks behind a failed load used",
@@ -153,78 +196,6 @@ MUTANTS = [
         "if block_id not in invalid_block_ids:",
         setups="failed",
         examples=(1500, 6000),
-    ),
-    Mutant(
-        "client without rows treated like others",
-        MANAGER,
-        "        if len(slots) == 0:\n            return\n",
-        "",
-    ),
-    Mutant(
-        "positions of a decode run stand still",
-        DECODE,
-        "                slices=of.slices + self.num_steps * NEXT_SLICES,\n",
-        "                slices=of.slices + NEXT_SLICES,\n",
-    ),
-    Mutant(
-        "rows of a decode run in no page",
-        DECODE,
-        "            rows.write(self._slots, starts, counts, self._waiting.take())\n",
-        "            self._waiting.take()\n",
-    ),
-    Mutant(
-        "decode run outlasts a request",
-        MANAGER,
-        "        self._end_run()\n        if (slot := self._slots.get(req_id)) < 0:\n",
-        "        if (slot := self._slots.get(req_id)) < 0:\n",
-    ),
-    Mutant(
-        "rows of others kept in the step",
-        MANAGER,
-        "            rows = rows[spans(offsets[chosen], counts[chosen])[1]]\n",
-        "            rows = rows[: counts[chosen].sum()]\n",
-    ),
-    Mutant(
-        "slot keeps the position of another request",
-        ROWS,
-        "        self.start[slot] = start\n",
-        "        self.start[slot] = max(start, self.start[slot])\n",
-    ),
-    Mutant(
-        "page dropped before its block is stored",
-        MANAGER,
-        "                self.store.flush()\n            if len(self._slots) > 0 and",
-        "                pass\n            if len(self._slots) > 0 and",
-    ),
-    Mutant(
-        "handed out pages never dropped",
-        ROWS,
-        "        self._first[slots] = lasts\n        self.release(pages[pages != _NO_PAGE])\n",
-        "        self._first[slots] = lasts\n",
-    ),
-    Mutant(
-        "shared page not counted",
-        ROWS,
-        "        table[:] = pages\n        self._references[pages] += 1\n",
-        "        table[:] = pages\n",
-    ),
-    Mutant(
-        "page of the store not counted",
-        ROWS,
-        "        self._references[pages] += 1\n        return pages\n",
-        "        return pages\n",
-    ),
-    Mutant(
-        "first rows of a shared page left out",
-        ROWS,
-        "        np.minimum.at(part_begins, parts, begins)\n",
-        "        part_begins[:] = begins[chosen]\n",
-    ),
-    Mutant(
-        "slice goes on in another array",
-        ROWS,
-        "        follows &= ~np.isin(offsets[1:], cuts)\n",
-        "",
     ),
 ]
 

@@ -8,7 +8,7 @@ invented, taken from another request or from other weights.
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,17 +20,20 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from vllm.config import DeviceConfig, VllmConfig
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
+    make_block_hash_with_group_id,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.core.routed_experts_store import RoutedExpertsStore
+from vllm.v1.core.routed_experts_kv_transfer import RoutedExpertsKVTransfer
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -40,6 +43,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.routed_experts_params import get_routed_experts_start
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.property.model import MOE_LAYERS, Worker
@@ -117,8 +121,8 @@ def small_arrays() -> Iterator[None]:
     """Two blocks of rows are as many as get an array of their own, and fill it."""
     size = 2 * BLOCK * true_row([0], 0, 0).nbytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.v1.core.paged_rows.LARGE_ROWS", size)
-        patch.setattr("vllm.v1.core.paged_rows.MAX_ROWS_ARRAY", size)
+        patch.setattr("vllm.v1.core.routed_experts_rows.LARGE_ROWS", size)
+        patch.setattr("vllm.v1.core.routed_experts_rows.MAX_ROWS_ARRAY", size)
         yield
 
 
@@ -167,6 +171,9 @@ def make_scheduler(setup: Setup) -> Scheduler:
         scheduler._spec_token_placeholders = [-1] * setup.drafts
     if setup.connector:
         scheduler.connector = Connector()
+        scheduler.routed_experts_kv_transfer = RoutedExpertsKVTransfer(
+            scheduler.routed_experts, scheduler.connector
+        )
         scheduler.recompute_kv_load_failures = not setup.loads_end
     return scheduler
 
@@ -211,12 +218,47 @@ class Connector:
         return ()
 
 
+class FrontEnd:
+    """An API server, which gets the engine's messages as they come over the wire."""
+
+    def __init__(self) -> None:
+        self.processor = OutputProcessor(tokenizer=None, log_stats=False)
+        self.rows: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        self.finished: set[str] = set()
+
+    def add(self, request: Request) -> None:
+        core_request = EngineCoreRequest(
+            request_id=request.request_id,
+            external_req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=None,
+            sampling_params=request.sampling_params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self.processor.add_request(core_request, None)
+
+    def receive(self, outputs: EngineCoreOutputs) -> None:
+        frames = [bytes(frame) for frame in MsgpackEncoder().encode(outputs)]
+        message = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+        self.processor.add_routed_experts(message)
+        for output in self.processor.process_outputs(message.outputs).request_outputs:
+            if (rows := output.outputs[0].routed_experts) is not None:
+                self.rows[output.request_id].append(rows)
+            if output.finished:
+                self.finished.add(output.request_id)
+
+
 @dataclass
 class Engine:
     """Scheduler and worker, with steps on their way, and what the clients were handed."""
 
     setup: Setup
     worker: Worker = field(default_factory=Worker)
+    front_ends: tuple[FrontEnd, ...] = field(default_factory=lambda: (FrontEnd(), FrontEnd()))
     requests: dict[str, Request] = field(default_factory=dict)
     handed: dict[str, list[np.ndarray]] = field(default_factory=dict)
     on_the_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
@@ -232,9 +274,8 @@ class Engine:
     def __post_init__(self) -> None:
         self.scheduler = make_scheduler(self.setup)
         self.worker.proposes = self.setup.asynchronous and self.setup.drafts > 0
-        self.manager = self.scheduler.routed_experts_manager
-        # Narrow, so that requests end at its edge and grow beyond it.
-        self.manager._rows._table = self.manager._rows._table[:, :1]
+        self.manager = self.scheduler.routed_experts
+        self.manager.rows.reserve(2, 2, "uint16")
 
     def add(
         self,
@@ -253,6 +294,11 @@ class Engine:
             sampling_params=SamplingParams(
                 max_tokens=max_tokens,
                 ignore_eos=True,
+                detokenize=False,
+                # Every other client reads a stream.
+                output_kind=RequestOutputKind.FINAL_ONLY
+                if len(self.requests) // 2 % 2
+                else RequestOutputKind.DELTA,
                 # As the input processor leaves them.
                 return_routed_experts=True if asks else None,
                 routed_experts_prompt_start=start if asks else None,
@@ -269,6 +315,7 @@ class Engine:
         self.requests[req_id] = request
         self.handed[req_id] = []
         self.scheduler.add_request(request)
+        self.front_ends[request.client_index].add(request)
 
     def add_group(self, prompt: list[int], max_tokens: int, size: int) -> None:
         for _ in range(size * self.setup.crowd):
@@ -366,8 +413,10 @@ class Engine:
         if output.routed_experts is not None:
             # The next step reuses its buffer: whoever kept a view of it is wrong now.
             output.routed_experts.rows[:] = 0xFFFF
-        for client in outputs.values():
-            if (packed := client.routed_experts) is None:
+        for index, client in outputs.items():
+            packed = client.routed_experts
+            self.front_ends[index].receive(client)
+            if packed is None:
                 continue
             assert packed.moe_layers == MOE_LAYERS
             all_rows = np.concatenate(packed.rows)
@@ -435,28 +484,38 @@ class Engine:
             for position, row in enumerate(rows, start):
                 weights = int(row[1, 1])
                 np.testing.assert_array_equal(row, true_row(tokens, position, weights))
-        assert len(self.manager) == 0
-        if (store := self.manager.store) is not None:
-            cached = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-            assert all(cached.get_one_block(key) is not None for key in store._entries)
-            for request in self.requests.values():
-                self.check_store(store, request)
-        pages = self.manager._rows
-        pages.reclaim()
-        assert pages.num_used_pages == (0 if store is None else len(store))
+            front_end = self.front_ends[request.client_index]
+            if req_id in front_end.finished:
+                received = np.concatenate([rows[:0], *front_end.rows[req_id]])
+                np.testing.assert_array_equal(received, rows)
+            self.check_cached_blocks(request)
+        assert not self.manager.slots
+        assert not self.manager.num_received
+        assert not self.manager.steps_in_flight
+        assert not self.manager.rows.held
+        assert sorted(self.manager._free_slots) == list(range(self.manager.rows.num_slots))
 
-    def check_store(self, store: RoutedExpertsStore, request: Request) -> None:
-        """Every block of the request that is stored has the rows of its tokens."""
+    def check_cached_blocks(self, request: Request) -> None:
+        """Every cached block of the request that others may use has the rows of its tokens."""
+        if not self.setup.caching:
+            return
         tokens = list(request.all_token_ids)
-        pages = self.manager._rows
+        kept = self.manager.rows
+        cached = self.scheduler.kv_cache_manager.block_pool
+        hashes = request.block_hashes
+        per_block = BLOCK // cached.hash_block_size
         for index in range(len(tokens) // BLOCK):
-            for page in store.find(request, index, index + 1).tolist():
-                # No step is on its way.
-                assert not pages._is_pending[page]
-                rows = pages._rows[page * BLOCK : (page + 1) * BLOCK]
-                for position, row in enumerate(rows, index * BLOCK):
-                    expected = true_row(tokens, position, self.worker.weights)
-                    np.testing.assert_array_equal(row, expected)
+            block_hash = b"".join(hashes[index * per_block : (index + 1) * per_block])
+            key = make_block_hash_with_group_id(block_hash, self.manager.group_id)
+            block = cached.cached_block_hash_to_block.get_one_block(key)
+            if block is None or not kept.is_usable[block.block_id]:
+                continue
+            # No step is on its way.
+            assert not kept.is_pending[block.block_id]
+            begin = block.block_id * BLOCK
+            for position, row in enumerate(kept._rows[begin : begin + BLOCK], index * BLOCK):
+                expected = true_row(tokens, position, self.worker.weights)
+                np.testing.assert_array_equal(row, expected)
 
 
 def is_error(request: Request) -> bool:
@@ -603,6 +662,23 @@ def test_rows_of_rejected_drafts_are_not_stored(name: str) -> None:
         engine.schedule([False] * engine.setup.drafts)
         engine.deliver()
     engine.add_turn(0, [1], 1)
+    engine.drain()
+    engine.check()
+
+
+def test_prefix_that_a_silent_request_cached_is_computed_again_once() -> None:
+    """The silent request still uses its blocks."""
+    engine = Engine(Setup(num_blocks=80, chunk=64))
+    prompt = list(range(3 * BLOCK + 1))
+    engine.add(prompt, 40, asks=False)
+    engine.schedule([])
+    for num_computed in (len(prompt), 1):
+        engine.add(prompt, 3)
+        scheduled = engine.scheduler.schedule()
+        assert scheduled.total_num_scheduled_tokens == num_computed + 1
+        engine.on_the_way.append((scheduled, engine.worker.execute(scheduled)))
+        for _ in range(4):
+            engine.schedule([])
     engine.drain()
     engine.check()
 

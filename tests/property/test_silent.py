@@ -12,17 +12,13 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.core.routed_experts_manager import RoutedExpertsHooks
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.property.test_scheduling import BLOCK, Engine, Setup
 
 PROMPT = list(range(3 * BLOCK))
-OURS = [
-    tracemalloc.Filter(True, f"*{name}*")
-    for name in ("routed_experts", "paged_rows", "request_slots", "numpy")
-]
+OURS = [tracemalloc.Filter(True, f"*{name}*") for name in ("routed_experts", "numpy")]
 
 
 @pytest.fixture(params=[True, False], ids=["synchronous", "asynchronous"])
@@ -44,7 +40,7 @@ def step(engine: Engine) -> list[bytes]:
 
 def test_message_is_that_of_an_engine_without_the_flag(engine: Engine) -> None:
     without = Engine(engine.setup)
-    without.scheduler.routed_experts_manager = RoutedExpertsHooks()
+    without.scheduler.routed_experts = None
     for one in (engine, without):
         for length in (5, 9, 12):
             one.add(PROMPT[:length], 12, asks=False)
@@ -68,9 +64,9 @@ def test_nothing_is_kept_or_allocated(engine: Engine) -> None:
         tracemalloc.stop()
     grown = [s for s in after.compare_to(before, "lineno") if s.size_diff > 128]
     assert grown == []
-    assert len(engine.manager) == 0
-    assert engine.manager.store is not None
-    assert len(engine.manager.store) == 0
+    assert not engine.manager.slots
+    assert not engine.manager.steps_in_flight
+    assert not engine.manager.rows.is_usable.any()
     assert engine.manager.take_stats() is None
 
 
