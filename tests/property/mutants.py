@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "rows of received tokens sent",
         MANAGER,
-        "        return max(start, self.num_received.get(request.request_id, 0))\n",
+        "        return max(start, min(num_received, num_computed))\n",
         "        return start\n",
     ),
     Mutant(
@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "block without rows given out first",
         CACHE,
-        ") and not rows.is_usable[first.block_id]:",
+        ") is not None and not rows.is_usable[first.block_id]:",
         ") is None:",
     ),
     Mutant(
