@@ -35,14 +35,8 @@ MUTANTS = [
     Mutant(
         "finality off by one",
         MANAGER,
-        "        num_final = request.num_tokens - 1\n",
-        "        num_final = request.num_tokens\n",
-    ),
-    Mutant(
-        "rows of rejected drafts kept",
-        MANAGER,
-        "        self.rows.end[slot] = min(self.rows.end[slot], num_final)\n",
-        "",
+        "        return request.num_tokens - 1\n",
+        "        return request.num_tokens\n",
     ),
     Mutant(
         "handed out rows sent again",

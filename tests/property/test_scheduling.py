@@ -180,8 +180,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
 
 @dataclass
 class Connector:
-    """Has the KV of every other prompt, at once or a step later: of its first block when it is
-    asked for it first, of as many as may be loaded when the request comes back."""
+    """Has the KV of every other prompt, at once or a step later. When it is first asked for a
+    prompt, it has few blocks. When the request comes back, it has all that may be loaded."""
 
     # By request: indices of the blocks whose load the last pass began.
     loads: dict[str, range] = field(default_factory=dict)
@@ -221,6 +221,8 @@ class Connector:
 class FrontEnd:
     """An API server, which gets the engine's messages as they come over the wire."""
 
+    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+
     def __init__(self) -> None:
         self.processor = OutputProcessor(tokenizer=None, log_stats=False)
         self.rows: defaultdict[str, list[np.ndarray]] = defaultdict(list)
@@ -242,8 +244,8 @@ class FrontEnd:
         self.processor.add_request(core_request, None)
 
     def receive(self, outputs: EngineCoreOutputs) -> None:
-        frames = [bytes(frame) for frame in MsgpackEncoder().encode(outputs)]
-        message = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+        frames = [bytes(frame) for frame in self.encoder.encode(outputs)]
+        message = self.decoder.decode(frames)
         self.processor.add_routed_experts(message)
         for output in self.processor.process_outputs(message.outputs).request_outputs:
             if (rows := output.outputs[0].routed_experts) is not None:
@@ -305,7 +307,7 @@ class Engine:
                 extra_args={"kv_transfer_params": {"do_remote_prefill": remote}},
             ),
             pooling_params=None,
-            # Of two API servers.
+            # There are two API servers.
             client_index=len(self.requests) % 2,
             cache_salt=salt,
             # Later requests come first as often as not.
@@ -322,8 +324,8 @@ class Engine:
             self.add(list(prompt), max_tokens)
 
     def add_relay(self, prompt: list[int], num_cached: int, start: int, lose: int | None) -> None:
-        """A silent request caches a prefix; one receives it nevertheless, for want of rows, and
-        computes what another one uses, behind that prefix: blocks, their rows or both."""
+        """A silent request caches a prefix. Another one receives it nevertheless, because the rows
+        are missing, and computes the blocks after it. A third request uses these blocks."""
         prompt = [*prompt, *range(3 * BLOCK)]
         self.add(prompt[: num_cached * BLOCK + 1], 5, asks=False)
         self.schedule([True] * self.setup.drafts)
@@ -379,7 +381,7 @@ class Engine:
         self.spoiled -= {block_ids[req_id][i] for req_id, blocks in loads.items() for i in blocks}
         self.spoiled |= lost
         first_row = 0
-        # Who shares a block comes behind the request that computes it.
+        # A request that shares a block comes after the request that computes it.
         for req_id in output.req_ids:
             count = scheduled.num_scheduled_tokens[req_id]
             computed = self.requests[req_id].num_computed_tokens - count
@@ -615,7 +617,7 @@ def test_group_of_one_pass_prefills_its_prompt_once() -> None:
 
 
 def test_cached_prefix_is_used_with_decode_context_parallel() -> None:
-    """A block of the prefix cache is that of all ranks together."""
+    """All ranks together have one block of the prefix cache."""
     engine = Engine(Setup(context_parallel=2, num_blocks=80, chunk=64))
     prompt = list(range(3 * BLOCK + 1))
     for num_computed in (len(prompt), 1):
@@ -628,8 +630,8 @@ def test_cached_prefix_is_used_with_decode_context_parallel() -> None:
 
 
 def test_step_from_before_a_resumption_replaces_no_row() -> None:
-    """It comes after the request was resumed behind a prefix that another one has computed further
-    meanwhile: too rare for random operations."""
+    """The step's output comes after the request was resumed. Meanwhile another request has computed
+    more of the prefix. That is too rare for random operations."""
     engine = Engine(Setup(depth=5, num_blocks=80, chunk=2 * BLOCK))
     scheduler = engine.scheduler
     prompt = list(range(6 * BLOCK + 1))
