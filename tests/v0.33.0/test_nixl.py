@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -120,24 +121,31 @@ def test_rows_behind_the_plain_proxy_start_where_asked(
         choice.assert_true(model, start)
 
 
-def test_rows_of_another_engine_are_no_input_for_several_choices(
-    plain: openai.OpenAI, pair: Pair
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, "need routed_experts"),
+        ({"n": 2}, "Ask for n=1"),
+        ({"prompt": [[5], [6]]}, "one prompt"),
+    ],
+    ids=["no rows", "two choices", "two prompts"],
+)
+def test_rows_that_cannot_be_used_are_refused_with_400(
+    pair: Pair, more: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match="n=1"):
-        openai_answers.complete(
-            plain, pair.decode, random_prompt(8, 40), openai_answers.ASK_ABOVE, n=2, max_tokens=3
-        )
-
-
-def test_rows_that_cannot_be_the_prompts_are_refused_with_400(pair: Pair) -> None:
     body = {
         "model": pair.decode.checkpoint,
         "prompt": [5, 6, 7],
-        "kv_transfer_params": {"prompt_routed_experts": {"routed_experts": "%%"}},
+        "kv_transfer_params": {
+            "remote_block_ids": [[1]],
+            "prompt_routed_experts": {"routed_experts": 5, "secret": "SECRET"},
+        },
+        **more,
     }
-    answer = httpx.post(
-        f"{pair.decode.url}/v1/completions", json=body, trust_env=False, timeout=300
-    )
+    url = f"{pair.decode.url}/v1/completions"
+    answer = httpx.post(url, json=body, trust_env=False, timeout=300)
     assert answer.status_code == 400
-    assert "kv_transfer_params.prompt_routed_experts" in answer.json()["error"]["message"]
-    assert "%%" not in pair.decode.log.read_text()
+    message = answer.json()["error"]["message"]
+    assert "kv_transfer_params.prompt_routed_experts" in message
+    assert told in message
+    assert "SECRET" not in message + pair.decode.log.read_text()
