@@ -256,7 +256,16 @@ FAMILIES |= {
         model="Dots1ForCausalLM",
         router=("mlp.gate",),
         experts="n_routed_experts",
-        settings={**_SHARED, "head_dim": 32, "routed_scaling_factor": 2.0, "sliding_window": None},
+        settings={
+            **_SHARED,
+            "head_dim": 32,
+            "routed_scaling_factor": 2.0,
+            "sliding_window": None,
+            # vLLM reads these from the published configurations.
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
         scores="sigmoid",
         router_std=0.125,
     ),
@@ -323,7 +332,9 @@ FAMILIES |= {
         settings={
             "head_dim": 32,
             **_EXPERTS,
-            "layer_types": ["full_attention"] * 4,
+            # Positions are rotated in sliding layers only.
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 512,
         },
         scores="sigmoid",
         router_std=0.125,
@@ -339,6 +350,11 @@ FAMILIES |= {
             "num_shared_experts": 1,
             "num_dense_layers": 1,
             "layer_types": ["full_attention"] * 4,
+            # vLLM reads these from the published configurations; transformers has them fixed.
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
         },
         scores="sigmoid",
         bias=("mlp.expert_bias",),
@@ -349,7 +365,16 @@ FAMILIES |= {
         model="MiniMaxM2ForCausalLM",
         router=("mlp.gate",),
         experts="num_local_experts",
-        settings={"head_dim": 32, "num_local_experts": 16, "intermediate_size": 64},
+        settings={
+            "head_dim": 32,
+            "num_local_experts": 16,
+            "intermediate_size": 64,
+            # vLLM reads these from the published configurations.
+            "rotary_dim": 32,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+        },
         scores="sigmoid",
         bias=("mlp.e_score_correction_bias",),
         router_std=0.125,
@@ -360,7 +385,9 @@ FAMILIES |= {
         router=("feed_forward.gate",),
         experts="num_experts",
         settings={
-            **_TWO_HEADS,
+            # With more heads, vLLM's rows differ from those of transformers on a CPU.
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
             **_EXPERTS,
             "num_dense_layers": 1,
             "layer_types": ["conv", "full_attention"] * 2,

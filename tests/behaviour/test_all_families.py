@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from harness import oracle
 from harness.on_cpu import TESTED
 from tests.behaviour.conftest import BLOCK, CHUNK, ask, assert_all_true, random_prompt, running
 
@@ -25,6 +26,9 @@ FAMILIES = TESTED["v0.20.2"]
 def assert_rows_of_family(model: Path, **options: Any) -> None:
     """Rows of a batch, of several chunks, and after a cached prefix are those of `transformers`."""
     prompts = [random_prompt(i, n) for i, n in enumerate((5, 2 * CHUNK + 9, 1))]
+    # An engine that runs a model of `transformers` changes its class for the whole process: load
+    # the oracle first.
+    oracle.route(model, prompts[0])
     with running(model, **options) as llm:
         outputs = ask(llm, *prompts, max_tokens=BLOCK)
         conversation = [*prompts[1], *outputs[1].outputs[0].token_ids, *random_prompt(9, 7)]

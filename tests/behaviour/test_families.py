@@ -8,8 +8,6 @@
 | DeepSeek-V2 and V3 | router logits of the same forward | vLLM's gate rounds V2's logits to
   bfloat16, Hugging Face's does not; MLA is off on a CPU |
 | gpt-oss | router logits of the same forward | CPU kernels take bfloat16 only |
-| Llama-4 | at router level, in test_routers.py | `apply_router_weight_on_input` is an assertion
-  in the CPU kernel |
 | Qwen3-Next | none | does not load on a CPU |
 """
 
