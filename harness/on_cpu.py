@@ -23,7 +23,7 @@ _BOTH: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [2]},
 }
 
-# By line and family: fields of the configuration on top of those of `families.py`.
+# By line and family: fields of the configuration on top of the fields in `families.py`.
 TESTED: dict[str, dict[str, dict[str, Any]]] = {
     "v0.20.2": {**_BOTH, "llama4_text": {}},
     "v0.33.0": {
@@ -47,6 +47,6 @@ NOT_TESTED: dict[str, dict[str, str]] = {
         "gpt_oss": _OWN_LOGITS,
     },
     "v0.33.0": {
-        "phimoe": "no: the release without rows raises `too many values to unpack (expected 3)`",
+        "phimoe": "no: without rows too, vLLM raises `too many values to unpack (expected 3)`",
     },
 }
