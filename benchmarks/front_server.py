@@ -123,6 +123,10 @@ class Engine:
         position = 0
         began = time.monotonic()
         for number in range(load.steps):
+            if asking:
+                scheduled.step = number + 1
+                manager.on_step_scheduled(scheduled, requests)
+                scheduled.scheduled_new_reqs = []
             for request in requests.values():
                 request.append_output_token_ids([7] * load.tokens)
                 if number == load.steps - 1:
@@ -136,9 +140,6 @@ class Engine:
             message = EngineCoreOutputs(outputs=outputs)
             end = load.prompt + (number + 1) * load.tokens - 1
             if asking:
-                scheduled.step = number + 1
-                manager.on_step_scheduled(scheduled, requests)
-                scheduled.scheduled_new_reqs = []
                 manager.update(self.rows_of(asking, position, end), number + 1)
                 for request in asking:
                     if request.is_finished():

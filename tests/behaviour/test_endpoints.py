@@ -19,9 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
+from examples.client import decode_rows
 from harness.lines import LINES
 from harness.process import ENVIRONMENT
-from harness.server import ARGUMENTS, Server, decode_rows
+from harness.server import ARGUMENTS, Server
 from tests import endpoints
 from tests.endpoints import ASK, ENDPOINTS, LAST, PASSED, PROMPT, REFUSED, ROWS, START, Endpoint
 from tests.real import PROJECT

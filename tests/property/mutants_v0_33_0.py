@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "rows of a block of outputs shared beyond its KV block",
         CONNECTOR,
-        "    if vllm_config.cache_config.enable_prefix_caching:\n        return block_size\n",
-        "    if vllm_config.cache_config.enable_prefix_caching:\n        return 4\n",
+        "    return block_size\n\n\n@dataclass\n",
+        "    return 4\n\n\n@dataclass\n",
         setups="window or state",
     ),
     Mutant(
