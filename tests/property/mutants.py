@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "rows of others kept in the step",
         MANAGER,
-        "            rows = rows[spans(offsets[chosen], counts[chosen])[1]]\n",
-        "            rows = rows[: counts[chosen].sum()]\n",
+        "            rows = rows[spans(slots, offsets, counts)[1]]\n",
+        "            rows = rows[: counts.sum()]\n",
     ),
     Mutant(
         "cap removed",
@@ -156,8 +156,8 @@ MUTANTS = [
     Mutant(
         "rows of a block always on their way",
         ROWS,
-        "        self.is_pending[blocks[places == self.block_size - 1]] = False\n",
-        "",
+        "            self.is_pending[blocks[full]] = False\n",
+        "            pass\n",
     ),
     Mutant(
         "first rows of a shared block left out",
