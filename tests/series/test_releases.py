@@ -8,8 +8,7 @@ import pytest
 from tests.real import PROJECT, need_source, real_series
 from tools.common.errors import ToolError
 from tools.common.pin import Project
-from tools.series.merge import CONFLICT, Trial
-from tools.series.rebase import try_all
+from tools.series.rebase import CONFLICT, Trial, try_all
 from tools.series.target import find_target
 from tools.source.index import Index
 

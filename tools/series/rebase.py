@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The series on another release: rebased in a place of its own, put in place as one act.
+"""The series on another release: git rebases it in a place of its own, put in place as one act.
 
 That place, ``build/<line>/rebase``, has the new pin in ``patches`` and the commits in ``tree``.
 """
@@ -7,23 +7,29 @@ That place, ``build/<line>/rebase``, has the new pin in ``patches`` and the comm
 import argparse
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import NamedTuple
 
-from tools.common.cli import add_flag, add_path, tell
+from tools.common.cli import add_flag, add_path, table, tell
 from tools.common.errors import ToolError
 from tools.common.files import replace_all, staging
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project
-from tools.series import merge, tree
+from tools.series import tree
 from tools.series.apply import apply_series
 from tools.series.export import export_series
-from tools.series.merge import COMMAND, OLD_APPLIED, OLD_BASE
 from tools.series.series import fingerprint, read_series
-from tools.series.target import Target, find_target, open_clone, render_pin
+from tools.series.target import Target, find_target, open_clone
 from tools.series.tree import APPLIED_REF, BASE_REF, write_record
 from tools.source.fetch import fetch
 
 EXAMPLE = "--onto 1.2.3 --dry-run"
+COMMAND = "python -m tools series rebase"
+# The series on its old base, beside the new base.
+OLD_BASE, OLD_APPLIED = "refs/re/old/base", "refs/re/old/applied"
+CLEAN, CONFLICT, CONTAINED = "clean", "conflict", "contained"
 _STEPS = {
     "continue": "after the conflict was resolved",
     "skip": "leave the patch that it stopped at out of the series",
@@ -31,6 +37,8 @@ _STEPS = {
 }
 _BEGIN = ("clone", "commit", "without-wheels", "dry-run")
 _BEGAN = "re.began"  # in the configuration of the new tree: a digest of the old pin and series
+# diff3 shows the old release's lines too.
+_MERGE = ("-c", "merge.conflictStyle=diff3")
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -48,30 +56,33 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Move the series to another vLLM: a release of the package index by version, or a git ref of
-    a clone. Merges the patches one by one (git cherry-pick) in build/<line>/rebase and stops at a
-    conflict, or at a patch that the target contains. At the end patches/<line> is replaced, with
-    the pin (source, base wheels), all or nothing, and a range-diff is shown. Never pushes and never
-    commits here."""
-    new, under_way = rebased(project), state(project)
+    a clone. Runs git rebase in build/<line>/rebase and stops at a conflict, or at a patch that the
+    target contains. At the end patches/<line> is replaced, with the pin (source, base wheels), all
+    or nothing, and a range-diff is shown. Never pushes and never commits here."""
+    new, under_way, step = rebased(project), state(project), arguments.step
     if arguments.onto:
         if under_way:
-            step = f"{COMMAND} --continue, or give it up: {COMMAND} --abort"
-            raise ToolError("a rebase is under way already", found=under_way, next_step=step)
+            what, do = "a rebase is under way already", f"{COMMAND} --continue, or give it up: "
+            raise ToolError(what, found=under_way, next_step=f"{do}{COMMAND} --abort")
         begin(project, arguments)
         return
     if given := [f"--{name}" for name in _BEGIN if getattr(arguments, name.replace("-", "_"))]:
         what, found = "these belong to the beginning of a rebase", ", ".join(given)
-        step = "leave them out, or begin again: --abort, then --onto"
-        raise ToolError(what, f"--{arguments.step}", found=found, next_step=step)
+        do = "leave them out, or begin again: --abort, then --onto"
+        raise ToolError(what, f"--{step}", found=found, next_step=do)
     if under_way is None:
-        step = f"begin one: {COMMAND} --onto <version>"
-        raise ToolError("no rebase is under way", where=new.root, next_step=step)
-    if arguments.step == "abort":
-        abort(project, new)
-        return
-    if arguments.step == "skip":
-        skip(new)
-    go_on(project, new, arguments.drop_contained)
+        do = f"begin one: {COMMAND} --onto <version>"
+        raise ToolError("no rebase is under way", where=new.root, next_step=do)
+    if step != "abort":
+        go_on(project, new, arguments.drop_contained, skip=step == "skip")
+    elif project.pin == new.pin:
+        what = f"the rebase is finished: the new series is in place, {project.patches}"
+        raise ToolError(
+            what, next_step=f"{COMMAND} --continue, then git restore what you want back"
+        )
+    else:
+        shutil.rmtree(new.root)
+        print("given up: the rebase; everything is as it was")
 
 
 def rebased(project: Project, at: Path | None = None) -> Project:
@@ -80,16 +91,23 @@ def rebased(project: Project, at: Path | None = None) -> Project:
     return Project(at, project.line, tree=at / "tree")
 
 
+def _sequencer(git: Git) -> Path:
+    """Where git keeps the state of a rebase that is under way."""
+    return git.path / ".git/rebase-merge"
+
+
 def state(project: Project) -> str | None:
     """How far the rebase under way came, or None."""
     new = rebased(project)
     if not new.pin_file.exists():
         return None
-    git = Git(new.tree)
-    done = f"{merge.count_done(git)} of {len(merge.old_commits(git))} patches done"
-    picking = git.commit_id("CHERRY_PICK_HEAD")
-    at = f", stopped at {git.subject(picking)}" if picking else ""
-    return f"onto vLLM {new.pin.version} in {new.tree}: {done}{at}"
+    git, at = Git(new.tree), ""
+    done = len(git.commits(f"{BASE_REF}..HEAD"))
+    if (stopped := _sequencer(git)).exists():
+        done = int((stopped / "msgnum").read_text()) - 1
+        at = f", stopped at {git.subject('REBASE_HEAD')}"
+    total = len(git.commits(f"{OLD_BASE}..{OLD_APPLIED}"))
+    return f"onto vLLM {new.pin.version} in {new.tree}: {done} of {total} patches done{at}"
 
 
 def _digest(project: Project) -> str:
@@ -102,22 +120,26 @@ def begin(project: Project, arguments: argparse.Namespace) -> None:
     """Find the target, make the place of the rebase, completely or not at all, and start."""
     clone, new = arguments.clone, rebased(project)
     target = find_target(project, arguments.onto, clone, arguments.commit)
-    print(f"onto: vLLM {target.version} ({target.tag}, commit {target.commit})")
-    for what, file in {"source": target.source, **target.wheels}.items():
-        said = f"{file.filename}, sha256 {file.sha256}" if file else "no base wheel"
+    release = target.pin["release"]
+    print(f"onto: vLLM {release['version']} ({release['tag']}, commit {release['commit']})")
+    tables = {"source": target.pin["source"], **target.pin.get("wheel", {})}
+    for what, file in tables.items():
+        there = "filename" in file
+        said = f"{file['filename']}, sha256 {file['sha256']}" if there else "no base wheel"
         print(f"{what}: {said}")
     for note in target.notes:
         print(f"note: {note}")
     if target.source.sha256 == project.pin.source.sha256:
-        print(f"nothing to do: the series stands on vLLM {target.version}")
+        print(f"nothing to do: the series stands on vLLM {release['version']}")
         return
     if arguments.dry_run:
-        print(merge.render_trials(try_all(project, target, clone), target, project.pin.version))
+        print(render_trials(try_all(project, target, clone), target, project.pin.version))
         return
-    missing = [variant for variant, file in target.wheels.items() if file is None]
+    missing = [variant for variant, file in tables.items() if "filename" not in file]
     if missing and not arguments.without_wheels:
-        what, found = f"vLLM {target.version} lacks base wheels", f"none for {', '.join(missing)}"
-        raise ToolError(what, found=found, next_step="go on without them: --without-wheels")
+        what, found = f"vLLM {release['version']} lacks base wheels", ", ".join(missing)
+        step = "go on without them: --without-wheels"
+        raise ToolError(what, found=f"none for {found}", next_step=step)
     with staging(new.root) as stage:
         set_up(project, target, clone, stage)
         stage.rename(new.root)
@@ -126,47 +148,36 @@ def begin(project: Project, arguments: argparse.Namespace) -> None:
 
 def set_up(project: Project, target: Target, clone: Path | None, stage: Path) -> Git:
     """In ``stage``: the series with the new pin, and a tree on the target with the old commits."""
-    apply_series(project, read_series(project.series_file))  # refuses what would be lost
-    new = rebased(project, stage)
+    series = read_series(project.series_file)
+    apply_series(project, series)  # refuses what would be lost
+    new, archive_only = rebased(project, stage), target.pin["source"]["archive_only"]
     new.tree.mkdir()
-    git, tree_id = tree.unpack_source(fetch(target.source, project), target.archive_only, new.tree)
-    if clone and tree_id != (wanted := open_clone(clone).tree_id(target.commit)):
+    git, tree_id = tree.unpack_source(fetch(target.source, project), archive_only, new.tree)
+    release = target.pin["release"]
+    if clone and tree_id != (wanted := open_clone(clone).tree_id(release["commit"])):
         what = "the source archive does not hold the files of the tag"
-        expected = f"tree {wanted} of {target.tag} in {clone}"
+        expected = f"tree {wanted} of {release['tag']} in {clone}"
         step = "add what the archive has beyond the tag to archive_only in upstream.toml"
         raise ToolError(what, target.source.filename, expected, f"tree {tree_id}", step)
     shutil.copytree(project.patches, new.patches, symlinks=True)
-    text = render_pin(project.pin_file.read_text(encoding="utf-8"), target, tree_id)
-    new.pin_file.write_text(text, encoding="utf-8")
+    new.pin_file.write_text(target.render(tree_id), encoding="utf-8")
     tree.commit_base(git, new.pin)
     git.fetch(project.tree, f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}")
     git.run("config", _BEGAN, _digest(project))
+    (stage / "series").write_text("".join(f"{patch.name}\n" for patch in series))
     return git
 
 
-def try_all(project: Project, target: Target, clone: Path | None) -> list[merge.Trial]:
-    """Try every patch, in a place that is gone afterwards."""
-    series = read_series(project.series_file)
-    trials: list[merge.Trial] = []
-    with staging(rebased(project).root) as stage:
-        git = set_up(project, target, clone, stage)
-        for patch, commit in zip(series, merge.old_commits(git), strict=True):
-            trials.append(merge.attempt(git, patch.name, commit))
-            tell(f"[{len(trials):2}/{len(series)}] {patch.name}: {trials[-1].verdict}")
-    return trials
-
-
-def go_on(project: Project, new: Project, drop_contained: bool) -> None:
-    """Merge what is left of the series, prove the result, put it in place."""
-    git, before = Git(new.tree), project.pin
-    if before != new.pin:
+def go_on(project: Project, new: Project, drop_contained: bool, skip: bool = False) -> None:
+    """Rebase what is left of the series, prove the result, put it in place."""
+    git = Git(new.tree)
+    names = (new.root / "series").read_text().split()
+    if project.pin != new.pin:
         if _digest(project) != git.text("config", _BEGAN):
             what = "the pin or the series changed since the rebase began; nothing is overwritten"
             step = f"put them back (git restore), or begin again: {COMMAND} --abort"
             raise ToolError(what, where=project.patches, next_step=step)
-        names = [patch.name for patch in read_series(project.series_file)]
-        merge.commit_resolution(git)
-        merge.merge_all(git, names, f"vLLM {new.pin.version}", drop_contained)
+        git_rebase(git, names, f"vLLM {new.pin.version}", drop_contained, skip)
         tell("writing the patches, and proving that they give back the commits")
         _prove(new, names)
         tree.refuse_unaccounted(tree.open_settled(project))
@@ -185,14 +196,88 @@ def go_on(project: Project, new: Project, drop_contained: bool) -> None:
         record = tree.Record(fingerprint(series, new.pin), old.tree_id(APPLIED_REF))
         write_record(old, record)
     print(f"rebased: {len(series)} patches onto vLLM {new.pin.version}")
-    for name in merge.left_out(git):
+    kept = {patch.name for patch in series}
+    for name in (name for name in names if name not in kept):
         print(f"left out: {name}")
     print("next: make lock && make install && make test; then commit what changed")
     shutil.rmtree(new.root)
 
 
+def git_rebase(
+    git: Git, names: Sequence[str], release: str, drop_contained: bool, skip: bool
+) -> None:
+    """Let git put the old commits onto the new base, or go on with it, and say why it stopped."""
+
+    def do(*words: str) -> CompletedProcess[bytes]:
+        # Lines of a message may begin with "#".
+        settings = (*_MERGE, "-c", "core.commentChar=;")
+        return git.run(*settings, "rebase", *words, env={"GIT_EDITOR": "true"}, accept=(0, 1))
+
+    stopped = _sequencer(git)
+    if skip:
+        if not stopped.exists():
+            what, step = "the rebase did not stop at a patch", f"{COMMAND} --continue"
+            raise ToolError(what, where=git.path, next_step=step)
+        git.run("clean", "--quiet", "--force", "-d")
+        done = do("--skip")
+    elif stopped.exists():
+        take_resolution(git)
+        done = do("--continue")
+    elif git.commit_id("HEAD") == git.commit_id(BASE_REF):
+        done = do("--empty=ask", "--onto", BASE_REF, OLD_BASE, OLD_APPLIED)
+    else:
+        git.refuse_dirt("there are changes beside the commits of the rebase")
+        return
+    while done.returncode and drop_contained and not git.differs("--cached", "HEAD"):
+        done = do("--skip")
+    if done.returncode:
+        number = int((stopped / "msgnum").read_text())
+        conflicts = conflicts_in(done)
+        what, step = f"a patch conflicts with {release}", "edit them (git add what is new)"
+        if not git.differs("--cached", "HEAD"):
+            what, step = f"{release} contains a patch already", "change something"
+        raise ToolError(
+            what,
+            f"{names[number - 1]}, {number} of {len(names)}",
+            found=f"files that cannot be merged: {len(conflicts)}" if conflicts else None,
+            next_step=f"{step} in {git.path}, then: {COMMAND} --continue",
+            details=[
+                *conflicts,
+                f"to leave the patch out: {COMMAND} --skip",
+                f"to leave everything as it was: {COMMAND} --abort",
+            ],
+        )
+    git.run("checkout", "--quiet", "-B", tree.BRANCH)
+
+
+def conflicts_in(done: CompletedProcess[bytes]) -> list[str]:
+    """Git's words on each conflict."""
+    said = done.stdout.decode(errors="replace").splitlines()
+    return [line.removeprefix("CONFLICT ") for line in said if line.startswith("CONFLICT ")]
+
+
+def take_resolution(git: Git) -> None:
+    """Stage what a person made of the patch that the rebase stopped at; refuse what is not one."""
+    if not (git.path / ".git/MERGE_MSG").exists():
+        git.refuse_dirt("there are changes beside a commit that was made already")
+        return
+    said = git.text("diff", "--check", "HEAD", accept=(0, 2)).splitlines()
+    if marked := [line for line in said if line.endswith("leftover conflict marker")]:
+        step = f"edit these files, then: {COMMAND} --continue"
+        raise ToolError("conflict markers are left", git.path, next_step=step, details=marked)
+    if untracked := [row[3:] for row in git.dirt() if row.startswith("??")]:
+        what = "there are files that git does not track"
+        step = f"git -C {git.path} add (or delete) them, then: {COMMAND} --continue"
+        raise ToolError(what, git.path, next_step=step, details=untracked)
+    git.run("add", "--update", ".")
+    if not git.differs("--cached", "HEAD"):
+        step = f"leave it out: {COMMAND} --skip; or change something, then: --continue"
+        where = f"{git.path}, {git.subject('REBASE_HEAD')}"
+        raise ToolError("nothing is left of a patch", where, next_step=step)
+
+
 def _prove(new: Project, names: list[str]) -> None:
-    """Export the merged commits and apply them again; refuse before anything is replaced."""
+    """Export the rebased commits and apply them again; refuse before anything is replaced."""
     try:
         export_series(new, drop=names)
         apply_series(new, read_series(new.series_file))
@@ -202,27 +287,6 @@ def _prove(new: Project, names: list[str]) -> None:
         step += f"--continue; or give it up: {COMMAND} --abort"
         details = str(error).splitlines()
         raise ToolError(what, new.tree, next_step=step, details=details) from error
-
-
-def skip(new: Project) -> None:
-    """Leave the patch that the rebase stopped at out of the series."""
-    git = Git(new.tree)
-    if git.commit_id("CHERRY_PICK_HEAD") is None:
-        step = f"{COMMAND} --continue"
-        raise ToolError("the rebase did not stop at a patch", where=new.tree, next_step=step)
-    name = read_series(new.series_file)[merge.count_done(git)].name
-    contained = not git.differs("--cached", "HEAD")
-    merge.leave_out(git, name, f"vLLM {new.pin.version} contains it" if contained else "skipped")
-
-
-def abort(project: Project, new: Project) -> None:
-    """Forget the rebase: nothing was changed but its own place."""
-    if project.pin == new.pin:
-        what = f"the rebase is finished: the new series is in place, {project.patches}"
-        step = f"{COMMAND} --continue, then git restore what you want back"
-        raise ToolError(what, next_step=step)
-    shutil.rmtree(new.root)
-    print("given up: the rebase; everything is as it was")
 
 
 def _move_submodule(project: Project, new: Project) -> None:
@@ -237,3 +301,64 @@ def _move_submodule(project: Project, new: Project) -> None:
         print(f"note: the commit of the submodule {name}/ was left as it was")
     else:
         git.run("update-index", "--cacheinfo", f"160000,{commit},{name}")
+
+
+class Trial(NamedTuple):
+    """What happens to a patch when those before it are resolved in their own favour."""
+
+    name: str
+    verdict: str  # CLEAN, CONTAINED or CONFLICT
+    conflicts: list[str]
+
+
+def try_all(project: Project, target: Target, clone: Path | None) -> list[Trial]:
+    """Try every patch, in a place that is gone afterwards."""
+    series = read_series(project.series_file)
+    trials: list[Trial] = []
+    with staging(rebased(project).root) as stage:
+        git = set_up(project, target, clone, stage)
+        commits = git.commits(f"{OLD_BASE}..{OLD_APPLIED}")
+        for patch, commit in zip(series, commits, strict=True):
+            trials.append(Trial(patch.name, *_attempt(git, commit)))
+            tell(f"[{len(trials):2}/{len(series)}] {patch.name}: {trials[-1].verdict}")
+    return trials
+
+
+def _attempt(git: Git, commit: str) -> tuple[str, list[str]]:
+    """Try one patch on HEAD; a conflict is resolved in favour of the patch for those after it."""
+
+    def pick(*options: str) -> tuple[str, list[str]]:
+        done = git.run(*_MERGE, "cherry-pick", *options, commit, accept=(0, 1))
+        if done.returncode == 0:
+            return CLEAN, []
+        return CONFLICT if git.differs("--cached", "HEAD") else CONTAINED, conflicts_in(done)
+
+    def discard() -> None:
+        git.run("cherry-pick", "--quit")
+        git.run("reset", "--quiet", "--hard")
+        git.run("clean", "--quiet", "--force", "-d")
+
+    found = pick()
+    if found[0] == CONFLICT:
+        discard()
+        if pick("-X", "theirs")[0] == CONFLICT:  # a file that one side removed
+            for path in git.unmerged():
+                gone = git.read(commit, path) is None
+                git.run(*(("rm", "-qf") if gone else ("checkout", commit)), "--", path)
+            if git.differs("--cached", "HEAD"):
+                git.run("commit", "--quiet", "-C", commit)
+    discard()
+    return found
+
+
+def render_trials(trials: Sequence[Trial], target: Target, before: str) -> str:
+    """The trials as Markdown: a row for each patch that does not simply apply."""
+    verdicts = [trial.verdict for trial in trials]
+    clean, conflict, contained = map(verdicts.count, (CLEAN, CONFLICT, CONTAINED))
+    rows = [(f"`{n}`", verdict, "<br>".join(c)) for n, verdict, c in trials if verdict != CLEAN]
+    cells = "\n".join(table(("Patch", "Verdict", "Where"), rows)) if rows else ""
+    return (
+        f"## From vLLM {before} onto {target.source.version}\n\n"
+        f"{len(trials)} patches: {clean} apply, {conflict} conflict, {contained} are contained "
+        f"already. Source: `{target.source.filename}`, sha256 `{target.source.sha256}`.\n\n{cells}"
+    )

@@ -4,7 +4,7 @@
 import hashlib
 import re
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -20,19 +20,21 @@ from tools.source.fetch import fetch
 from tools.source.index import Index, like_wheel, releases, version_of
 
 # What building a source archive adds to the tagged files.
-ARCHIVE_ONLY = ("PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py")
+ARCHIVE_ONLY = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]
+_FILE = ("filename", "size", "sha256")
+Wheels = dict[str, PinnedFile]
 
 
 class Target(NamedTuple):
-    """What the pin says about the release or the commit to move to."""
+    """``upstream.toml`` on what to move to, but for the id of its tree."""
 
-    version: str
-    tag: str
-    commit: str  # or UNKNOWN
+    pin: Any  # a document of tomlkit: comments and other keys stay
     source: PinnedFile
-    archive_only: tuple[str, ...]
-    wheels: Mapping[str, PinnedFile | None]  # by variant; None: there is none
-    notes: tuple[str, ...] = ()  # that a person should read
+    notes: list[str]  # that a person should read
+
+    def render(self, tree: str) -> str:
+        self.pin["release"]["tree"] = tree
+        return tomlkit.dumps(self.pin)
 
 
 def find_target(project: Project, onto: str, clone: Path | None, commit: str | None) -> Target:
@@ -78,7 +80,7 @@ def resolve(git: Git, ref: str) -> str:
 
 def _version(onto: str) -> Version:
     try:
-        return Version(onto.removeprefix("v"))
+        return Version(onto)
     except InvalidVersion:
         what, expected = "this is not a version of vLLM", "a version such as 1.2.3"
         step = "for a git ref, name the clone: --clone <path>"
@@ -101,35 +103,57 @@ def _source(files: Iterable[Package], version: Version) -> Package | None:
     return next((file for file in archives if version_of(file) == version), None)
 
 
+def _pin(
+    project: Project, tag: str, commit: str, source: PinnedFile, only: list[str], wheels: Wheels
+) -> Any:
+    """The pin on another source and its base wheels; a variant may have none."""
+    pin: Any = tomlkit.parse(project.pin_file.read_text(encoding="utf-8"))
+    pin["release"].update({"version": source.version, "tag": tag, "commit": commit})
+    pin["source"].update({key: getattr(source, key) for key in _FILE})
+    if list(pin["source"]["archive_only"]) != only:
+        pin["source"]["archive_only"] = only
+    for variant, table in pin.get("wheel", {}).items():
+        table.pop("version", None)
+        if file := wheels.get(variant):
+            tag = "-".join(file.filename.removesuffix(".whl").split("-")[-3:])
+            other = {"version": file.version} if file.version != source.version else {}
+            table.update({key: getattr(file, key) for key in _FILE} | {"tag": tag} | other)
+        else:
+            for key in _FILE:
+                table.pop(key, None)
+    return pin
+
+
 def _release(project: Project, version: Version, commit: str | None) -> Target:
-    pin, index = project.pin, Index()
-    files = index.files(pin.source.distribution)
-    source = _source(files, version)
-    if source is None:
+    old, index = project.pin, Index()
+    files = index.files(old.source.distribution)
+    found = _source(files, version)
+    if found is None:
         what = "the package index has no source archive of this version"
         newest = f"a release; the newest are {', '.join(map(str, releases(files)[-5:]))}"
         step = "check the version, or name a ref of a clone: --onto <ref> --clone <path>"
-        raise ToolError(what, pin.source.distribution, newest, version, step)
+        raise ToolError(what, old.source.distribution, newest, version, step)
     notes = []
-    if source.link.is_yanked:
-        notes.append(f"{source.link.filename} is withdrawn on the package index")
-    wheels: dict[str, PinnedFile | None] = {}
-    for variant, table in wheel_tables(project).items():
-        files = [f for f in index.files(str(table["distribution"])) if version_of(f) == version]
-        like = like_wheel(files, str(table["tag"]))
-        wheels[variant] = index.pin(like) if like else None
-        if like is None and variant in pin.wheels and pin.wheels[variant].tests_only:
-            wheels[variant] = pin.wheels[variant].file  # lends its kernels to any release
-    pinned = index.pin(source)
-    stated = _stated_commit(fetch(pinned, project))
+    if found.link.is_yanked:
+        notes.append(f"{found.link.filename} is withdrawn on the package index")
+    source = index.pin(found)
+    stated = _stated_commit(fetch(source, project))
     if commit and stated and not commit.startswith(stated):
-        what, found = "the source archive was made from another commit", f"{stated}... in it"
-        raise ToolError(what, pinned.filename, commit, found, "check the commit of the tag")
+        what, said = "the source archive was made from another commit", f"{stated}... in it"
+        raise ToolError(what, source.filename, commit, said, "check the commit of the tag")
     if commit is None:
         said = f"the archive names its commit only as {stated or 'nothing'}: the pin says "
         notes.append(f"{said}commit = {UNKNOWN!r}; name it with --commit or --clone")
-    only, tag = pin.archive_only or ARCHIVE_ONLY, f"v{version}"
-    return Target(str(version), tag, commit or UNKNOWN, pinned, only, wheels, tuple(notes))
+    wheels: Wheels = {}
+    for variant, table in tomlkit.parse(project.pin_file.read_text()).get("wheel", {}).items():
+        files = [f for f in index.files(str(table["distribution"])) if version_of(f) == version]
+        if like := like_wheel(files, str(table["tag"])):
+            wheels[variant] = index.pin(like)
+        elif variant in old.wheels and old.wheels[variant].tests_only:
+            wheels[variant] = old.wheels[variant].file  # lends its kernels to any release
+    only = list(old.archive_only) or ARCHIVE_ONLY
+    pin = _pin(project, f"v{version}", commit or UNKNOWN, source, only, wheels)
+    return Target(pin, source, notes)
 
 
 def _stated_commit(archive: Path) -> str | None:
@@ -168,35 +192,4 @@ def _packed(project: Project, git: Git, commit: str, tag: str, distance: int) ->
         f"{short} is no release: {name} was packed from the clone, no index has it. On another "
         "machine, copy it to build/downloads/."
     )
-    wheels: dict[str, PinnedFile | None] = dict.fromkeys(wheel_tables(project))
-    return Target(version, label, commit, source, (), wheels, (note,))
-
-
-def wheel_tables(project: Project) -> dict[str, Any]:
-    """The base wheels that ``upstream.toml`` names, by variant, with or without a file."""
-    return tomlkit.parse(project.pin_file.read_text(encoding="utf-8")).get("wheel", {})
-
-
-def render_pin(text: str, target: Target, tree: str) -> str:
-    """``upstream.toml`` for another target; comments and all other keys stay."""
-    document: Any = tomlkit.parse(text)
-    names = {"version": target.version, "tag": target.tag, "commit": target.commit, "tree": tree}
-    document["release"].update(names)
-    document["source"].update(_facts(target.source))
-    if list(document["source"]["archive_only"]) != list(target.archive_only):
-        document["source"]["archive_only"] = list(target.archive_only)
-    for variant, table in document.get("wheel", {}).items():
-        table.pop("version", None)
-        if file := target.wheels[variant]:
-            tag = "-".join(file.filename.removesuffix(".whl").split("-")[-3:])
-            table.update({**_facts(file), "tag": tag})
-            if file.version != target.version:
-                table["version"] = file.version
-        else:
-            for key in ("filename", "size", "sha256"):
-                table.pop(key, None)
-    return tomlkit.dumps(document)
-
-
-def _facts(file: PinnedFile) -> dict[str, object]:
-    return {"filename": file.filename, "size": file.size, "sha256": file.sha256}
+    return Target(_pin(project, label, commit, source, [], {}), source, [note])
