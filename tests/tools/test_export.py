@@ -52,10 +52,12 @@ def test_a_patch_keeps_its_file_name_when_the_file_was_renamed(toy: Toy) -> None
 
 
 def test_a_reworded_patch_keeps_its_file_name(toy: Toy) -> None:
-    git(toy.tree, "commit", "--quiet", "--amend", "-m", f"[Misc] Say it better\n\n{HEADERS}")
+    message = git(toy.tree, "log", "-1", "--format=%B").replace("Drop the old", "Do without the old")
+    assert message.endswith(f"\nPatch-Filename: {NAMES[2]}")
+    git(toy.tree, "commit", "--quiet", "--amend", "-m", message)
     toy.do("series", "export")
     assert (toy.patches / "series").read_text().splitlines() == NAMES
-    assert b"Say it better" in (toy.patches / NAMES[2]).read_bytes()
+    assert b"Do without" in (toy.patches / NAMES[2]).read_bytes()
 
 
 def test_comments_in_the_series_stay(toy: Toy) -> None:

@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 
 def am(git: Git, patch: Patch) -> str:
-    """Make one commit of a patch on HEAD, or raise; returns the commit.
+    """Make one commit of a patch on HEAD, or raise; returns the commit, whose message names the
+    patch.
 
     The blobs before and after must be those of the diff's ``index`` lines: a patch that moved or
     was edited by hand is refused.
@@ -66,7 +67,7 @@ def am(git: Git, patch: Patch) -> str:
         "git am --3way --keep-non-patch, then series export"
     )
     try:
-        git.run("am", "--quiet", *options, stdin=patch.data, env=tree.identity())
+        git.run("am", "--quiet", *options, stdin=patch.mail, env=tree.identity())
     except ToolError as error:
         git.run("am", "--abort", accept=(0, 1, 128))
         what = "a patch does not apply; nothing was changed"

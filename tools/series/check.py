@@ -74,14 +74,11 @@ def check_needs(series: Series) -> list[ToolError]:
 def check_patch(patch: Patch) -> list[ToolError]:
     """Every rule that the patch breaks by itself."""
     try:
-        list(patch.diff)
+        found = check_paths(patch)
     except ToolError as problem:
         return [problem]
-    return [
-        *(ToolError(what, patch.name, *rest) for what, *rest in _check_message(patch)),
-        *check_paths(patch),
-        *_check_blanks(patch),
-    ]
+    message = [ToolError(what, patch.name, *rest) for what, *rest in _check_message(patch)]
+    return [*message, *found, *_check_blanks(patch)]
 
 
 def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
@@ -90,7 +87,6 @@ def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
     if not slug(patch.subject):
         expected = "Subject: [PATCH] [Area] What it adds"
         yield "the patch has no subject", expected, patch.subject or "nothing", _REWORD
-
     for name, (like, right, expected) in _HEADERS.items():
         pattern = re.compile(rf"\s*{like}\s*[:=].*", re.IGNORECASE)
         found = list(filter(pattern.fullmatch, lines))
@@ -100,13 +96,11 @@ def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
             yield f"{name} stands more than once", expected, " / ".join(found), _REWORD
         elif wrong := [line for line in found if not re.fullmatch(right, line.rstrip())]:
             yield f"{name} is malformed", expected, wrong[0], _REWORD
-
     expected = f"Signed-off-by: {IDENTITY}"
     if expected not in lines:
         found = [line for line in lines if re.match(r"\s*signed\W*off\W*by", line, re.IGNORECASE)]
         what = "the project's Signed-off-by is missing"
         yield what, expected, " / ".join(found) or "no such line", _SIGN
-
     if not any(line.strip() and not _HEADER.fullmatch(line) for line in lines):
         expected = "why the patch is needed and what a user sees"
         yield "the message has no body", expected, "only a subject and headers", _REWORD

@@ -3,7 +3,6 @@
 
 import argparse
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
 
 from tools.common.cli import add_flag, add_tree
@@ -14,7 +13,7 @@ from tools.common.pin import Project
 from tools.series import tree
 from tools.series.apply import am, scratch_worktree
 from tools.series.check import check_patch
-from tools.series.patch import Patch, slug
+from tools.series.patch import FILENAME, Patch, slug
 from tools.series.series import Series, fingerprint, read_series, write_series
 from tools.series.tree import BASE_REF, EXPORTED_REF, Record
 
@@ -63,39 +62,32 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     print(f"series: {len(read_series(project.series_file))} patches, {len(changes)} files changed")
 
 
-def name_patches(drafts: Sequence[Patch], old: Series) -> list[str]:
-    """A file name for each draft; a patch keeps its name through edits.
-
-    A commit is known by subject, author and date together, else by its subject, else (reworded) by
-    its author and date; a new one is named for its subject.
-    """
-    names: dict[int, str] = {}
-    free = list(old)
-    for key in (attrgetter("subject", "made"), attrgetter("subject"), attrgetter("made")):
-        for i, draft in enumerate(drafts):
-            like = next((patch for patch in free if key(patch) == key(draft)), None)
-            if like and i not in names:
-                names[i] = like.name
-                free.remove(like)
-    chosen = [names.get(i, f"{slug(draft.subject)}.patch") for i, draft in enumerate(drafts)]
-    # The name of a removed patch may be taken again; two patches of one export may not clash.
-    if bad := [name for name in chosen if chosen.count(name) > 1 or name == ".patch"]:
-        what = "no name" if bad[0] == ".patch" else "two patches would have the same file name"
-        pairs = zip(drafts, chosen, strict=True)
-        found = " / ".join(draft.subject for draft, name in pairs if name == bad[0])
-        step = "reword one: in the build tree, git rebase -i refs/re/base"
-        raise ToolError(what, bad[0], "subjects that differ", found, step)
-    return chosen
-
-
 def draft_series(git: Git, commits: Sequence[str], old: Series) -> Series:
-    """What the commits would be as a series; the bytes depend on nothing but the commits."""
+    """What the commits would be as a series; the bytes depend on nothing but the commits.
+
+    A commit that ``apply`` made states the name of its patch. Another one has the name of the old
+    patch with its subject, or else is named for its subject.
+    """
     # am takes an empty line with and without its blank; the bytes must be the same everywhere.
     settings = ("-c", "diff.suppressBlankEmpty=false", "-c", "log.showSignature=false")
     words = (*settings, "format-patch", "-1", "--stdout", *_FORMAT)
-    drafts = [Patch("draft", git.run(*words, commit).stdout) for commit in commits]
-    names = name_patches(drafts, old)
-    return tuple(Patch(name, draft.data) for name, draft in zip(names, drafts, strict=True))
+    known = {patch.subject: patch.name for patch in old}
+    drafts = []
+    for commit in commits:
+        data = git.run(*words, commit).stdout
+        draft = Patch("draft", FILENAME.sub(b"", data, count=1))
+        name = known.get(draft.subject, f"{slug(draft.subject)}.patch")
+        if stated := FILENAME.search(data):
+            name = stated[1].decode()
+        drafts.append(Patch(name, draft.data))
+    names = [draft.name for draft in drafts]
+    # The name of a removed patch may be taken again; two patches of one export may not clash.
+    if bad := [name for name in names if names.count(name) > 1 or name == ".patch"]:
+        what = "no name" if bad[0] == ".patch" else "two patches would have the same file name"
+        found = " / ".join(draft.subject for draft in drafts if draft.name == bad[0])
+        step = "reword one: in the build tree, git rebase -i refs/re/base"
+        raise ToolError(what, bad[0], "names that differ", found, step)
+    return tuple(drafts)
 
 
 def export_series(
@@ -174,11 +166,15 @@ def _exportable(git: Git) -> list[str]:
 
 def _prove_round_trip(git: Git, series: Series, commits: Sequence[str]) -> None:
     """Apply what would be written: each patch must give back its commit's tree and message."""
+
+    def words(commit: str) -> list[bytes]:
+        return FILENAME.sub(b"", git.log(commit, "%B").encode() + b"\n").split()
+
     with scratch_worktree(git) as scratch:
         for patch, commit in zip(series, commits, strict=True):
             again = am(scratch, patch)
             same_tree = git.tree_id(again) == git.tree_id(commit)
-            if not same_tree or git.log(again, "%B").split() != git.log(commit, "%B").split():
+            if not same_tree or words(again) != words(commit):
                 what = "a patch would not give back its commit"
                 expected = "the same message" if same_tree else "the same files"
                 step = "look for a line in the message that begins like a diff, such as ---"

@@ -17,7 +17,6 @@ from tools.common.errors import ToolError
 PROJECT_NAME = "vLLM routed experts"
 PROJECT_EMAIL = "patches@vllm-routed-experts.invalid"
 IDENTITY = f"{PROJECT_NAME} <{PROJECT_EMAIL}>"
-
 # What may stand after "Upstream-Status:", and what its argument says.
 STATUSES = {
     "Pending": "Pending [why it was not sent yet] (the reason may be left out)",
@@ -26,18 +25,17 @@ STATUSES = {
     "Denied": "Denied [where, and why it is kept]",
     "Inappropriate": "Inappropriate [why upstream would not want it]",
 }
-
 STATUS = re.compile(rf"Upstream-Status: (?:Pending|(?:{'|'.join(STATUSES)}) \[\S[^\]]*\])")
 # Headers that only the series reads; upstream gets the message without them.
 OWN_HEADER = re.compile(r"(?:Upstream-Status|Drop-when|Needs):")
+# The last line of a commit's message in the build tree. The file itself does not have it.
+FILENAME = re.compile(rb"^Patch-Filename: ([\w.-]+\.patch)\n?", re.MULTILINE)
 
 
 def slug(subject: str) -> str:
     """A file name from a subject: tags left out, words joined by hyphens.
 
-    >>> slug("[Core][MoE] Rows travel with their token")
-    'rows-travel-with-their-token'
-    >>> slug("[Bugfix] CPU: don't crash on `SYNTHETIC_MODE`")
+    >>> slug("[Bugfix][MoE] CPU: don't crash on `SYNTHETIC_MODE`")
     'cpu-dont-crash-on-synthetic-mode'
     >>> slug("[Core]")
     ''
@@ -52,6 +50,12 @@ class Patch:
 
     name: str
     data: bytes
+
+    @property
+    def mail(self) -> bytes:
+        """What ``git am`` gets: the patch with its name as the last line of the message."""
+        name = f"\nPatch-Filename: {self.name}\n---\n".encode()
+        return self.data.replace(b"\n---\n", name, 1)
 
     @cached_property
     def diff_bytes(self) -> bytes:
@@ -68,11 +72,6 @@ class Patch:
         """Unfolded, without what ``git format-patch`` put before it."""
         text = " ".join(str(self._mail.get("Subject", "")).split())
         return re.sub(r"^\[PATCH[^\]]*\]\s*", "", text)
-
-    @property
-    def made(self) -> tuple[str, str]:
-        """By whom, and when."""
-        return str(self._mail.get("From", "")), str(self._mail.get("Date", ""))
 
     @cached_property
     def body(self) -> str:

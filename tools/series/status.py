@@ -2,6 +2,8 @@
 """Status report: which pin, how much of the series is applied, what changed since."""
 
 import argparse
+import contextlib
+import re
 from collections.abc import Iterator
 
 from packaging.version import Version
@@ -12,7 +14,7 @@ from rich.text import Text
 from tools.common.cli import add_flag, count
 from tools.common.errors import ToolError
 from tools.common.git import Git
-from tools.common.pin import Project
+from tools.common.pin import Project, lines
 from tools.series import rebase
 from tools.series.export import draft_series, export_series
 from tools.series.series import Series, fingerprint, read_series
@@ -30,8 +32,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Show the state of the series on one screen: pin, newest release, every patch with its
-    upstream status, what is applied, whether an export would change a file, what drifted. Works
-    without a network: then the newest release is unknown."""
+    upstream status, what is applied, whether an export would change a file, what drifted, which
+    records are of another series. Works without a network: then the newest release is unknown."""
     facts = Table.grid(padding=(0, 2))
     patches = Table("patch", "upstream", "+", "-", "files", "build tree", box=None)
     for what, said in report(project, arguments.offline, patches):
@@ -69,6 +71,8 @@ def report(project: Project, offline: bool, patches: Table) -> Iterator[tuple[st
         yield "export", _export(project)
         for said in list(_drift(git, project, series)) or ["none"]:
             yield "drift", said
+    if old := old_records(project):
+        yield "records", f"of another series: {', '.join(old)}"
     for patch in series:
         state = states.get(patch.name, ABSENT)
         try:
@@ -90,6 +94,19 @@ def newest_release(project: Project) -> str:
     if not ahead:
         return f"{project.pin.version}, the pinned one"
     return f"{ahead[-1]}, {count(len(ahead), 'release')} after the pinned one"
+
+
+def old_records(project: Project) -> list[str]:
+    """Records whose line "series: <fingerprint>" is that of no line's series today."""
+    top, found, today = project.root / "benchmarks/results", [], set[str]()
+    for line in (Project(project.root, name) for name in lines(project.root)):
+        with contextlib.suppress(ToolError):  # the status of that line tells of it
+            today.add(fingerprint(read_series(line.series_file), line.pin)[:16])
+    for path in sorted(top.rglob("*.md")):
+        stated = re.findall(r"^series: ([0-9a-f]{16})\b", path.read_text(), re.MULTILINE)
+        if not today.issuperset(stated):
+            found.append(path.relative_to(top).as_posix())
+    return found
 
 
 def _states(git: Git, series: Series) -> dict[str, str]:

@@ -17,7 +17,7 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
-from tools.series.patch import OWN_HEADER, PROJECT_EMAIL, PROJECT_NAME, Patch
+from tools.series.patch import OWN_HEADER, PROJECT_NAME, Patch
 from tools.series.series import Series, choose, read_series, with_needs
 from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
@@ -27,10 +27,10 @@ EXAMPLE = "count-rows --clone ../vllm --onto origin/main"
 _SENDABLE = ("Pending", "Submitted")
 # A header's next lines begin with a blank.
 _OWN_HEADERS = re.compile(rf"^{OWN_HEADER.pattern}.*(?:\n[ \t].*)*\n?", re.MULTILINE)
-_TRAILER = re.compile(r"[A-Z][A-Za-z-]+-by: ")
+_TRAILER = re.compile(r"^[A-Z][A-Za-z-]+-by: .*\n?", re.MULTILINE)
 # Names that RFC 2606 and 6761 set aside: nobody reads mail there.
 _RESERVED = re.compile(r"(.*\.)?(example(\.\w+)?|invalid|test|localhost|local)", re.IGNORECASE)
-_SIGNED_BY_NOBODY = re.compile(rf"Signed-off-by: .*@{_RESERVED.pattern}>\s*$", re.IGNORECASE)
+_SIGNED_BY_NOBODY = re.compile(rf"^Signed-off-by: .*@{_RESERVED.pattern}>[ \t]*\n?", re.M | re.I)
 _NOBODY = {"", "root", "user", "nobody", "unknown", "your name", "you", PROJECT_NAME.lower()}
 _TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
 _RULES = ("AGENTS.md", "CONTRIBUTING.md", "docs/contributing/README.md")
@@ -71,7 +71,6 @@ vllm-project/vllm --state open --search "{keywords}"` found)
 ---
 {checklist}
 """
-Person = tuple[str, str]  # name and address
 
 
 class Base(NamedTuple):
@@ -96,7 +95,18 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     the text of each pull request. A patch that needs earlier ones stands on them. Stops before
     anything is pushed: you read, own and send it. Without --clone the branches stand on the pinned
     release, in its build tree."""
-    base = submit(project, arguments)
+    series = read_series(project.series_file)
+    chosen, topic = choose_patches(series, arguments.patches), arguments.topic
+    if topic is not None and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*", topic):
+        what, expected = "this is no name for a branch", "lower-case letters, digits, . _ / -"
+        raise ToolError(what, where="--topic", expected=expected, found=topic)
+    if problems := check_needs(series):
+        raise Problems("the series breaks its rules", problems=problems)
+    apply_series(project, series)
+    base = find_base(project, arguments.onto, arguments.clone)
+    who = find_person(arguments.clone or project.root)
+    groups = {topic: chosen} if topic else {p.name.removesuffix(".patch"): [p] for p in chosen}
+    print(*submit(project, series, base, who, groups, arguments.replace), sep="\n")
     print(f"\nIn {base.git.path}. Nothing was pushed. {_BEFORE}")
     if found := [name for name in _RULES if base.git.read(base.commit, name) is not None]:
         print(f"vLLM's own rules, as of {base.label}: {', '.join(found)}")
@@ -105,7 +115,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         print("in a clone: --clone <path> --onto <ref>")
 
 
-def find_person(repository: Path) -> Person:
+def find_person(repository: Path) -> tuple[str, str]:
     """Name and address that git would commit with in a repository; a placeholder is refused."""
     # The user's own configuration, which the tools read nowhere else.
     settings = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or "CONFIG" in k}
@@ -114,14 +124,11 @@ def find_person(repository: Path) -> Person:
         subprocess.run([*command, key], env=settings, capture_output=True, text=True).stdout.strip()
         for key in ("user.name", "user.email")
     )
-    domain = email.rpartition("@")[2]
-    problem = None
+    domain, problem = email.rpartition("@")[2], None
     if name.lower() in _NOBODY:
         problem = f"user.name is {name!r}"
     elif email != parseaddr(f"x <{email}>")[1] or "." not in domain or _RESERVED.fullmatch(domain):
         problem = f"user.email is {email!r}"
-    elif email == PROJECT_EMAIL:
-        problem = f"user.email is that of the series, {email!r}"
     if problem:
         what = "a sign-off is a person's, and git knows no person here"
         expected = "the name and the address of who answers for the patch"
@@ -157,25 +164,16 @@ def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
     return chosen
 
 
-def split_body(patch: Patch) -> tuple[list[str], list[str]]:
-    """The lines of a message that upstream gets, and the trailers among them apart."""
-    body = _OWN_HEADERS.sub("", patch.body).strip()
-    lines = [line for line in body.splitlines() if PROJECT_EMAIL not in line]
-    trailers = [line for line in lines if _TRAILER.match(line)]
-    return [line for line in lines if line not in trailers], trailers
+def message_for(patch: Patch) -> str:
+    """The commit message for upstream: without the series' own headers and sign-offs by nobody."""
+    body = _SIGNED_BY_NOBODY.sub("", _OWN_HEADERS.sub("", patch.body)).strip()
+    return re.sub(r"\n{3,}", "\n\n", f"{patch.subject}\n\n{body}\n")
 
 
-def message_for(patch: Patch, person: Person) -> str:
-    """The commit message for upstream: without the series' own headers, signed by the person."""
-    kept, signed = split_body(patch)
-    body = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
-    signed = [trailer for trailer in signed if not _SIGNED_BY_NOBODY.match(trailer)]
-    last = [*signed, "Signed-off-by: {} <{}>".format(*person)]
-    return f"{patch.subject}\n\n{body}\n\n" + "\n".join(dict.fromkeys(last)) + "\n"
-
-
-def make_branch(git: Git, base: Base, patches: Iterable[tuple[Patch, str]], person: Person) -> str:
-    """Merge patches, each with its commit, onto the base in a work tree; return the last commit."""
+def make_branch(
+    git: Git, base: Base, patches: Iterable[tuple[Patch, str]], who: tuple[str, str]
+) -> str:
+    """Pick patches, each with its commit, onto the base in a work tree; return the last commit."""
     git.run("reset", "--quiet", "--hard", base.commit)
     for patch, commit in patches:
         if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
@@ -188,29 +186,23 @@ def make_branch(git: Git, base: Base, patches: Iterable[tuple[Patch, str]], pers
             what = f"{base.label} contains a patch already; no branch was made"
             step = "leave it out; series rebase --onto drops it from the series"
             raise ToolError(what, where=patch.name, next_step=step)
-        who = identity(git.log(commit, "%aI"), *person)
-        words = ("commit", "--quiet", "--cleanup=verbatim", "-F", "-")
-        git.run(*words, stdin=message_for(patch, person).encode(), env=who)
+        words = ("commit", "--quiet", "--cleanup=verbatim", "--signoff", "-F", "-")
+        env = identity(git.log(commit, "%aI"), *who)
+        git.run(*words, stdin=message_for(patch).encode(), env=env)
     return git.text("rev-parse", "HEAD")
 
 
-def submit(project: Project, asked: argparse.Namespace) -> Base:
+def submit(
+    project: Project,
+    series: Series,
+    base: Base,
+    who: tuple[str, str],
+    groups: dict[str, list[Patch]],
+    replace: bool,
+) -> list[str]:
     """Make the branches and write the texts, all of them or none; tell of each."""
-    series = read_series(project.series_file)
-    chosen = choose_patches(series, asked.patches)
-    if asked.topic is not None and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*", asked.topic):
-        what, expected = "this is no name for a branch", "lower-case letters, digits, . _ / -"
-        raise ToolError(what, where="--topic", expected=expected, found=asked.topic)
-    if problems := check_needs(series):
-        raise Problems("the series breaks its rules", problems=problems)
-    apply_series(project, series)
-    base = find_base(project, asked.onto, asked.clone)
-    person = find_person(asked.clone or project.root)
     commits = Git(project.tree).commits(f"{BASE_REF}..{APPLIED_REF}")
     base.git.fetch(project.tree, "--no-write-fetch-head", APPLIED_REF)
-    groups = {p.name.removesuffix(".patch"): [p] for p in chosen}
-    if asked.topic:
-        groups = {asked.topic: chosen}
     refs, said = "", []
     texts: dict[Path, bytes | None] = {}
     with scratch_worktree(base.git, base.commit, project.build / "submit") as git:
@@ -218,12 +210,12 @@ def submit(project: Project, asked: argparse.Namespace) -> Base:
             mine = [patch.name for patch in patches]
             inside = with_needs(series, mine)
             stack = [pair for pair in zip(series, commits, strict=True) if pair[0].name in inside]
-            head = make_branch(git, base, stack, person)
+            head = make_branch(git, base, stack, who)
             below = [other for other in inside if other not in mine]
             tell(f"{name}: {count(len(inside), 'commit')} on {base.label}")
             old = base.git.commit_id(f"refs/heads/{name}")
             in_use = name == base.git.current_branch()
-            if old and old != head and (in_use or not asked.replace):
+            if old and old != head and (in_use or not replace):
                 what, found = "a branch of this name exists; no branch was made", base.git.log(old)
                 where = f"{base.git.path}, {name}{' (checked out)' if in_use else ''}"
                 step = "look at it, then: --replace; or another name: --topic"
@@ -236,8 +228,7 @@ def submit(project: Project, asked: argparse.Namespace) -> Base:
                 said.append(f"  stacked on {', '.join(below)}: these go first, or with it")
             said.append(f"  pull request: {path}")
         replace_all(texts, lambda: base.git.run("update-ref", "--stdin", stdin=refs.encode()))
-    print(*said, sep="\n")
-    return base
+    return said
 
 
 def render_request(base: Base, patches: Sequence[Patch], below: int, head: str) -> str:
@@ -247,11 +238,11 @@ def render_request(base: Base, patches: Sequence[Patch], below: int, head: str) 
     files = [c.path for c in git.changes(f"{head}~{len(patches)}", head) if c.status != "D"]
     purpose, tested = [], []
     for patch in patches:
-        paragraphs = re.split(r"\n\s*\n", "\n".join(split_body(patch)[0]).strip())
-        how = [text for text in paragraphs if re.match(r"Tests?(ed)?:", text)]
+        text = _TRAILER.sub("", message_for(patch).partition("\n\n")[2]).strip()
+        paragraphs = re.split(r"\n\s*\n", text)
+        tested += [text for text in paragraphs if re.match(r"Tests?(ed)?:", text)]
         purpose += [f"### {patch.subject}"] if len(patches) > 1 else []
-        purpose += [text for text in paragraphs if text not in how]
-        tested += how
+        purpose += [text for text in paragraphs if text not in tested]
     if below:
         subjects = (git.subject(commit) for commit in git.commits(f"{base.commit}..{head}")[:below])
         purpose += [
@@ -260,7 +251,6 @@ def render_request(base: Base, patches: Sequence[Patch], below: int, head: str) 
             "\n".join(f"- {subject}" for subject in subjects),
         ]
     commands = [f".venv/bin/python -m pytest {file} -v" for file in files if is_test_file(file)]
-    commands.append(f"pre-commit run --files {' '.join(files)}")
     # Upstream's own checklist, unticked: the person ticks it.
     template = git.read(base.commit, _TEMPLATE) or b"(the base has no template for pull requests)"
     match = re.search(rb"<details>.*</details>", template, re.DOTALL)
@@ -268,7 +258,7 @@ def render_request(base: Base, patches: Sequence[Patch], below: int, head: str) 
         label=base.label,
         title=f"{patches[0].subject}{' (and more)' if len(patches) > 1 else ''}",
         purpose="\n\n".join(purpose),
-        commands="\n".join(commands),
+        commands="\n".join([*commands, f"pre-commit run --files {' '.join(files)}"]),
         tested="\n\n".join(tested),
         keywords=re.sub(r"^(\[[^\]]*\])+\s*", "", patches[0].subject),
         checklist=(match[0] if match else template).decode(errors="replace"),
