@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point: its help, and how it shows errors."""
+"""The entry point: its help, and how it shows errors. Git runs as if the machine had no user."""
 
 import re
 import shlex
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import tools.__main__
+from tests.tools.toy import Toy
 from tools.__main__ import main, parser
 from tools.common.errors import ToolError
-from tools.common.git import Git
+from tools.common.git import Git, environment
 from tools.common.pin import Project
 
 TOOLS = Path(tools.__main__.__file__).parent
@@ -39,15 +40,9 @@ def test_every_command_has_an_example_that_parses_in_its_help_and_in_that_of_the
         parser().parse_args(words)
         own = help_of(*words[:2], capsys=capsys)
         assert own.endswith(f"example:\n  python -m tools {line}\n")
-
-
-@pytest.mark.parametrize("package", ["source", "locks", "series", "wheel", "upstream"])
-def test_the_help_of_a_room_lists_its_verbs(
-    package: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = help_of(package, capsys=capsys)
-    listed = re.findall(r"^    ([a-z-]+)", text, re.MULTILINE)
-    assert sorted(listed) == sorted(command for other, command in COMMANDS if other == package)
+    for package in {package for package, _ in COMMANDS}:
+        listed = re.findall(r"^    ([a-z-]+)", help_of(package, capsys=capsys), re.MULTILINE)
+        assert sorted(listed) == sorted(command for other, command in COMMANDS if other == package)
 
 
 def test_wrong_usage_ends_with_status_two() -> None:
@@ -57,35 +52,63 @@ def test_wrong_usage_ends_with_status_two() -> None:
         assert stop.value.code == 2
 
 
-def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -> None:
-    git = Git(tmp_path)
-    git.init("main")
-    with pytest.raises(ToolError) as failure:
-        git.run("cat-file", "-p", "no such thing")
-    lines = str(failure.value).splitlines()
-    assert lines[0] == "a command failed with exit status 128"
-    assert lines[1] == f"    $ git -C {tmp_path} cat-file -p 'no such thing'"
-    assert lines[2].startswith("    fatal: ")
-
-
-def test_a_missing_pin_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--root", str(tmp_path), "source", "fetch"]) == 1
-    assert "the pin is missing" in capsys.readouterr().err
-
-
-def test_the_root_is_the_repository_of_the_tools() -> None:
+def test_the_root_is_the_repository_of_the_tools(empty: Toy) -> None:
     root = parser().parse_args(["source", "fetch"]).root
     assert (root / "tools" / "__main__.py").is_file()
     assert Project(root).pin_file.is_file()
+    empty.pin.unlink()
+    assert "the pin is missing" in empty.refuse("source", "fetch")
 
 
-def test_rooms_import_only_rooms_below_them() -> None:
-    packages = ("common", "source", ("locks", "series"), "wheel", "upstream")
+def test_packages_import_only_packages_below_them() -> None:
     below: set[str] = set()
-    for floor in packages:
-        names = {floor} if isinstance(floor, str) else set(floor)
+    for names in ({"common"}, {"source"}, {"locks", "series"}, {"wheel"}, {"upstream"}):
         for name in names:
             text = "".join(path.read_text() for path in (TOOLS / name).glob("*.py"))
             imported = set(re.findall(r"^from tools\.(\w+)", text, re.MULTILINE))
             assert imported <= below | {name}
         below |= names
+
+
+# --- git ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
+    """A repository of a person whose configuration and environment say a lot."""
+    (tmp_path / "git").mkdir()
+    for name in (".gitconfig", "git/config", "system"):
+        (tmp_path / name).write_text("[user]\n\tname = Somebody\n")
+    for name in ("HOME", "XDG_CONFIG_HOME", "GIT_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", str(tmp_path / "system"))
+    monkeypatch.setenv("LD_SOMETHING", "something")
+    (tmp_path / "repository").mkdir()
+    git = Git(tmp_path / "repository")
+    git.init("main")
+    return git
+
+
+def test_nothing_of_the_user_or_the_system_is_seen(repository: Git) -> None:
+    origins = repository.text("config", "--list", "--show-scope").splitlines()
+    assert {line.split("\t")[0] for line in origins} == {"command", "local"}
+    assert "something" not in environment().values()
+    assert repository.text("rev-parse", "--show-toplevel") == str(repository.path.resolve())
+
+
+def test_a_failed_command_shows_itself_and_its_output_indented(repository: Git) -> None:
+    with pytest.raises(ToolError) as failure:
+        repository.run("cat-file", "-p", "no such thing")
+    lines = str(failure.value).splitlines()
+    assert lines[0] == "a command failed with exit status 128"
+    assert lines[1] == f"    $ git -C {repository.path} cat-file -p 'no such thing'"
+    assert lines[2].startswith("    fatal: ")
+
+
+def test_contents_come_back_as_they_went_in(repository: Git) -> None:
+    wanted = [b"", b"\n", b"one\r\ntwo", bytes(range(256))]
+    blobs = []
+    for data in wanted:
+        done = repository.run("hash-object", "-w", "--stdin", stdin=data)
+        blobs.append(done.stdout.decode().strip())
+    assert list(repository.contents([*blobs, blobs[0]]).values()) == wanted

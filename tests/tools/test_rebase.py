@@ -27,7 +27,9 @@ CLASHING = {**TREE, "vllm/envs.py": ENVS.replace(NINE, "SETTING_9 = 'nine'\n")}
 # The first patch is in it, and a line beside it is another.
 CONTAINING = {
     **TREE,
-    "vllm/envs.py": ENVS.replace(NINE, "SETTING_9 = 99\n").replace("SETTING_11 = 11", "ELEVEN = 11"),
+    "vllm/envs.py": ENVS.replace(NINE, "SETTING_9 = 99\n").replace(
+        "SETTING_11 = 11", "ELEVEN = 11"
+    ),
 }
 
 

@@ -54,8 +54,8 @@ class Patch:
     @property
     def mail(self) -> bytes:
         """What ``git am`` gets: the patch with its name as the last line of the message."""
-        name = f"\nPatch-Filename: {self.name}\n---\n".encode()
-        return self.data.replace(b"\n---\n", name, 1)
+        name = f"\nPatch-Filename: {self.name}\n\n".encode()
+        return re.sub(rb"\n+(?=---\n|diff --git )", lambda _: name, self.data, count=1)
 
     @cached_property
     def diff_bytes(self) -> bytes:

@@ -1,0 +1,703 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch files to commits and back, the rules of the series, and its status."""
+
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tools.toy import (
+    ENVS,
+    FOLDED,
+    HEADERS,
+    NAMES,
+    TREE,
+    VERSION,
+    Toy,
+    add_series,
+    git,
+    trouble,
+)
+from tests.tools.upstream import Index, everything
+from tools.series.patch import IDENTITY, STATUS, STATUSES, leaves_tree, slug
+from tools.series.series import parse_series, render_series
+
+MINE = "[Core] My evening's work"
+HOSTILE = {
+    "user.name": "Somebody Else",
+    "user.email": "else@where",
+    "core.autocrlf": "true",
+    "core.abbrev": "5",
+    "core.quotePath": "false",
+    "commit.gpgSign": "true",
+    "init.defaultBranch": "other",
+    "diff.noprefix": "true",
+    "diff.mnemonicPrefix": "true",
+    "diff.algorithm": "histogram",
+    "diff.context": "9",
+    "diff.interHunkContext": "50",
+    "diff.renames": "copies",
+    "diff.external": "false",
+    "diff.relative": "true",
+    "diff.suppressBlankEmpty": "true",
+    "format.subjectPrefix": "HOSTILE",
+    "format.numbered": "true",
+    "format.signature": "hostile",
+    "format.signOff": "true",
+    "format.attach": "boundary",
+    "format.coverLetter": "true",
+    "format.thread": "deep",
+    "format.from": "true",
+    "format.to": "someone@else",
+    "format.headers": "X-Hostile: yes",
+    "format.encodeEmailHeaders": "false",
+    "format.pretty": "fuller",
+    "format.notes": "true",
+    "am.threeWay": "true",
+    "am.keepcr": "false",
+    "am.messageid": "true",
+    "mailinfo.scissors": "true",
+    "apply.whitespace": "fix",
+}
+ENVIRONMENT = {
+    **{f"GIT_{name}": "/nowhere" for name in ("DIR", "WORK_TREE", "INDEX_FILE")},
+    **{f"GIT_{who}_DATE": "2001-01-01T00:00:00" for who in ("AUTHOR", "COMMITTER")},
+    **{"GIT_AUTHOR_NAME": "Somebody", "GIT_EXTERNAL_DIFF": "false", "GIT_DEFAULT_HASH": "sha256"},
+    **{"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "diff.noprefix", "GIT_CONFIG_VALUE_0": "true"},
+    "TZ": "Asia/Tokyo",
+}
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A home and an environment that would change everything if git saw them."""
+    home = tmp_path / "home"
+    for place in ("hooks", "template/hooks"):
+        for name in ("pre-commit", "post-checkout", "applypatch-msg", "pre-applypatch"):
+            hook = home / place / name
+            hook.parent.mkdir(parents=True, exist_ok=True)
+            hook.write_text("#!/bin/sh\nexit 1\n")
+            hook.chmod(0o755)
+    places = {"core.hooksPath": str(home / "hooks"), "init.templateDir": str(home / "template")}
+    for key, value in (HOSTILE | places).items():
+        git(home, "config", "--file", ".gitconfig", key, value)
+    for key, value in {**ENVIRONMENT, "HOME": str(home), "XDG_CONFIG_HOME": str(home)}.items():
+        monkeypatch.setenv(key, value)
+    return HOSTILE | places
+
+
+def autosquash(toy: Toy, subject: str) -> None:
+    git(toy.tree, "commit", "--quiet", "--all", f"--fixup=:/{subject}")
+    git(toy.tree, "rebase", "--quiet", "-i", "--autosquash", "refs/re/base")
+
+
+def all_rows(toy: Toy) -> None:
+    """Edit the second patch alone, as CONTRIBUTING says."""
+    toy.edit("vllm/rows/__init__.py", "Rows", "All rows")
+    autosquash(toy, r"\[Frontend\]")
+
+
+def more(toy: Toy, subject: str = "[Core] One more", name: str = "vllm/more.py") -> None:
+    toy.commit(subject, {name: f"{subject}\n"})
+
+
+def mine(toy: Toy) -> None:
+    more(toy, MINE, "vllm/mine.py")
+
+
+def dirty(toy: Toy) -> None:
+    toy.edit("vllm/envs.py", "SETTING_1 = 1\n", "SETTING_1 = 'mine'\n")
+
+
+def listed(toy: Toy) -> list[str]:
+    return (toy.patches / "series").read_text().splitlines()
+
+
+# --- from patches to commits ----------------------------------------------------------------------
+
+
+def test_each_patch_is_a_commit_and_the_commit_names_it(toy: Toy) -> None:
+    form = "--format=%s|%an <%ae>|%cn <%ce>|%aI|%cI|%(trailers:key=Patch-Filename,valueonly)"
+    said = git(toy.tree, "log", "--reverse", form, "refs/re/base..HEAD").split("\n\n")
+    dates = [f"2024-01-{day:02}T12:00:00+02:00" for day in (1, 2, 3)]
+    subjects = ["[Core] Count rows", FOLDED, "[Misc] Drop the old module"]
+    assert [line.strip() for line in said] == [
+        f"{subject}|{IDENTITY}|{IDENTITY}|{date}|{date}|{name}"
+        for subject, date, name in zip(subjects, dates, NAMES, strict=True)
+    ]
+    assert "SETTING_9 = 99\n" in (toy.tree / "vllm/envs.py").read_text()
+    assert (toy.tree / "vllm/rows/__init__.py").read_text() == '"""Rows: Σ."""\n'
+    assert not (toy.tree / "vllm/old.py").exists()
+
+
+def test_no_configuration_changes_a_byte(toy: Toy, empty: Toy, hostile: dict[str, str]) -> None:
+    add_series(empty)
+    assert toy.head() == empty.head()
+    assert toy.snapshot() == empty.snapshot()
+    for key, value in hostile.items():
+        git(toy.tree, "config", key, value)
+    git(toy.tree, "config", "--unset", "re.record")
+    assert "3 patches, 0 files changed" in toy.do("series", "export")
+    assert toy.snapshot() == empty.snapshot()
+
+
+def test_applying_again_does_nothing(toy: Toy) -> None:
+    index, head = (toy.tree / ".git/index").stat().st_mtime_ns, toy.head()
+    assert "nothing to do" in toy.do("series", "apply")
+    assert toy.head() == head
+    assert (toy.tree / ".git/index").stat().st_mtime_ns == index
+
+
+def test_a_part_of_the_series_and_the_whole_are_reached_from_each_other(toy: Toy) -> None:
+    head = toy.head()
+    assert "0 patches" in toy.do("series", "apply", "--pristine")
+    assert toy.head() == git(toy.tree, "rev-parse", "refs/re/base")
+    toy.do("series", "apply", "--before", NAMES[2].removesuffix(".patch"))
+    assert git(toy.tree, "log", "-1", "--format=%s") == FOLDED
+    toy.do("series", "apply")
+    assert toy.head() == head
+
+
+def test_discard_overrides_commits_and_changes_and_an_export_keeps_them(toy: Toy) -> None:
+    head = toy.head()
+    mine(toy)
+    (toy.tree / "vllm/untracked.py").write_text("mine\n")
+    toy.do("series", "apply", "--discard")
+    assert (toy.head(), git(toy.tree, "status", "--porcelain")) == (head, "")
+    mine(toy)
+    toy.do("series", "export")
+    toy.do("series", "apply", "--pristine")
+    toy.do("series", "apply")
+    assert (toy.tree / "vllm/mine.py").exists()
+
+
+def detached(toy: Toy) -> None:
+    git(toy.tree, "checkout", "--quiet", "--detach")
+    mine(toy)
+
+
+def elsewhere(toy: Toy) -> None:
+    mine(toy)
+    git(toy.tree, "checkout", "--quiet", "-b", "elsewhere", "refs/re/base")
+
+
+def hand_edit(toy: Toy) -> None:
+    toy.do("series", "apply", "--pristine")
+    toy.edit_patch(NAMES[0], "+SETTING_9 = 99", "+SETTING_9 = 98")
+
+
+def fuzz(toy: Toy) -> None:
+    toy.do("series", "apply", "--pristine")
+    toy.edit_patch(NAMES[0], "\n SETTING_7 = 7\n", "\n SETTING_7 = 'drifted'\n")
+
+
+def other_pin(toy: Toy) -> None:
+    text = re.sub(r'sha256 = "\w+"', f'sha256 = "{"0" * 64}"', toy.pin.read_text(), count=1)
+    toy.pin.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (dirty, ["not committed", "vllm/envs.py"]),
+        (lambda toy: (toy.tree / "vllm/new.py").write_text(""), ["not committed", "vllm/new.py"]),
+        (mine, ["1 commits that would be lost", MINE, "--discard"]),
+        (detached, [MINE]),
+        (elsewhere, [MINE]),
+        (lambda toy: (toy.tree / ".git/rebase-merge").mkdir(), ["under way"]),
+        (fuzz, ["does not apply", NAMES[0], "$ git", "patch does not apply"]),
+        (hand_edit, ["made for another version of a file", f"{NAMES[0]}, vllm/envs.py"]),
+        (other_pin, ["belongs to another pin", f"expected: source sha256 {'0' * 64}"]),
+        (lambda toy: toy.edit_patch("series", NAMES[0], f"{NAMES[0]}\n{NAMES[0]}"), ["twice"]),
+    ],
+)
+def test_what_would_be_lost_or_does_not_fit_is_refused_and_nothing_changes(
+    toy: Toy, do: Callable[[Toy], object], said: list[str]
+) -> None:
+    do(toy)
+    before = everything(toy)
+    error = toy.refuse("series", "apply")
+    for part in said:
+        assert part in error
+    assert everything(toy) == before
+    assert git(toy.tree, "worktree", "list").count("\n") == 0
+
+
+def test_a_failure_in_a_later_patch_leaves_no_tree_behind(toy: Toy, empty: Toy) -> None:
+    os.rename(empty.patches, empty.root / "none")
+    toy.patches.rename(empty.patches)
+    empty.edit_patch(NAMES[2], "-OLD = True", "-OLD = 'drifted'")
+    assert NAMES[2] in empty.refuse("series", "apply")
+    assert list(empty.build.iterdir()) == []
+
+
+def test_a_patch_edited_by_hand_is_taken_the_way_that_the_error_says(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], "+SETTING_9 = 99", "+SETTING_9 = 98")
+    error = toy.refuse("series", "apply")
+    assert f"series apply --before {NAMES[0]}" in error
+    toy.do("series", "apply", "--before", NAMES[0])
+    assert "git am --3way --keep-non-patch" in error
+    files = [str(toy.patches / name) for name in NAMES]
+    git(toy.tree, "am", "--3way", "--keep-non-patch", *files)
+    assert "not the applied series" in toy.refuse("wheel", "build", "--variant", "cpu")
+    toy.do("series", "export")
+    toy.do("series", "apply")
+    toy.do("series", "export", "--check")
+    assert "SETTING_9 = 98\n" in (toy.tree / "vllm/envs.py").read_text()
+
+
+def test_a_directory_that_is_not_ours_is_refused(toy: Toy) -> None:
+    other = toy.build / "other"
+    other.mkdir()
+    (other / "file").write_text("")
+    assert "not made by series apply" in toy.refuse("series", "apply", "--tree", str(other))
+    assert NAMES[0] in toy.refuse("series", "apply", "--before", "unknown.patch")
+
+
+# --- from commits to patches ----------------------------------------------------------------------
+
+
+def test_patches_hold_nothing_that_changes_by_itself(toy: Toy) -> None:
+    text = (toy.patches / NAMES[1]).read_text()
+    lines = text.splitlines()
+    assert lines[0] == "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001"
+    assert "[PATCH] [Frontend]" in text
+    assert "Patch-Filename" not in text
+    assert not text.rstrip().endswith(git(toy.tree, "version").split()[-1])
+    index = [line.split()[1] for line in lines if line.startswith("index ")]
+    assert {len(ids) for ids in index} == {82}
+
+
+def test_an_edit_by_fixup_changes_only_its_patch(toy: Toy) -> None:
+    before = toy.snapshot()
+    all_rows(toy)
+    out, after = toy.do("series", "export"), toy.snapshot()
+    assert {name for name in after if after[name] != before.get(name)} == {NAMES[1]}
+    assert out.splitlines()[0] == f"wrote {NAMES[1]}"
+
+
+def test_a_patch_keeps_its_file_name(toy: Toy) -> None:
+    # Renamed with its line in the series, then edited and reworded in the build tree.
+    (toy.patches / NAMES[1]).rename(toy.patches / "answers.patch")
+    toy.edit_patch("series", NAMES[1], "answers.patch")
+    toy.do("series", "apply")
+    all_rows(toy)
+    message = git(toy.tree, "log", "-1", "--format=%B").replace("Drop the", "Do without the")
+    git(toy.tree, "commit", "--quiet", "--amend", "-m", message)
+    toy.do("series", "export")
+    assert listed(toy) == [NAMES[0], "answers.patch", NAMES[2]]
+    assert b"Do without" in (toy.patches / NAMES[2]).read_bytes()
+
+
+def test_comments_of_the_series_and_other_files_stay(toy: Toy) -> None:
+    (toy.patches / "NOTES.md").write_text("notes\n")
+    series = toy.patches / "series"
+    series.write_text(f"# core\n{NAMES[0]}\n# the rest\n{NAMES[1]}\n{NAMES[2]}\n")
+    more(toy)
+    toy.do("series", "export")
+    assert listed(toy) == ["# core", NAMES[0], "# the rest", *NAMES[1:], "one-more.patch"]
+    assert (toy.patches / "NOTES.md").read_text() == "notes\n"
+
+
+def test_check_fails_with_the_number_and_the_names_and_writes_nothing(toy: Toy) -> None:
+    before = toy.snapshot()
+    all_rows(toy)
+    more(toy)
+    error = toy.refuse("series", "export", "--check")
+    assert error.startswith("error: 3 files of the series are not what the build tree exports")
+    assert error.split()[-3:] == [NAMES[1], "one-more.patch", "series"]
+    assert toy.snapshot() == before
+
+
+def test_a_new_order_is_exported(toy: Toy) -> None:
+    script = toy.root / "reverse.sh"
+    script.write_text('#!/bin/sh\nsed -i "2{h;d};3{G}" "$1"\n')
+    script.chmod(0o755)
+    git(toy.tree, "rebase", "-q", "-i", "refs/re/base", GIT_SEQUENCE_EDITOR=str(script))
+    toy.do("series", "export")
+    assert listed(toy) == [NAMES[0], NAMES[2], NAMES[1]]
+
+
+def merge(toy: Toy) -> None:
+    git(toy.tree, "checkout", "-q", "-b", "side", "HEAD~1")
+    more(toy, "[Core] Side")
+    git(toy.tree, "checkout", "-q", "routed-experts")
+    git(toy.tree, "merge", "-q", "--no-ff", "-m", "a merge", "side")
+
+
+def binary(toy: Toy) -> None:
+    (toy.tree / "vllm/data.bin").write_bytes(bytes(range(256)))
+    toy.commit("[Core] Binary", {})
+
+
+def namesakes(toy: Toy) -> None:
+    more(toy)
+    more(toy, "[Misc] One More!", "vllm/more2.py")
+
+
+def add(subject: str, body: str, name: str = "vllm/more.py") -> Callable[[Toy], object]:
+    return lambda toy: toy.commit(subject, {name: "MORE = 1\n"} if name else {}, body)
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (lambda toy: toy.do("series", "apply", "--pristine"), ["nothing to export", "stays as it"]),
+        (dirty, ["not committed"]),
+        (merge, ["a merge commit has no patch"]),
+        (add("fixup! [Core] X", HEADERS), ["fixup! [Core] X", "rebase -i --autosquash refs/re/"]),
+        (add("squash! [Core] X", HEADERS), ["squash! [Core] X"]),
+        (
+            add("[Core] No headers", "Only words.\n"),
+            [
+                *("Upstream-Status is missing", "Drop-when is missing", "Signed-off-by is missing"),
+                "no-headers.patch",
+            ],
+        ),
+        (add("[Core] Nothing", HEADERS, ""), ["the patch changes nothing"]),
+        (binary, ["a binary file is changed"]),
+        (namesakes, ["one-more.patch", "[Core] One more / [Misc] One More!"]),
+        (lambda toy: git(toy.tree, "reset", "-q", "--hard", "HEAD~1"), [f"--drop {NAMES[2]}"]),
+        (add("[Core] Cut", HEADERS + "\ndiff --git this is not\n"), []),
+        (add("[Core] Cut", HEADERS + "\n---\n\nnotes\n"), ["would not give back its commit"]),
+    ],
+)
+def test_what_cannot_be_a_series_is_refused_and_nothing_is_written(
+    toy: Toy, do: Callable[[Toy], object], said: list[str]
+) -> None:
+    before = toy.snapshot()
+    do(toy)
+    error = toy.refuse("series", "export")
+    for part in said:
+        assert part in error
+    assert toy.snapshot() == before
+
+
+def test_a_patch_is_dropped_by_name(toy: Toy) -> None:
+    git(toy.tree, "reset", "-q", "--hard", "HEAD~1")
+    assert f"removed {NAMES[2]}" in toy.do("series", "export", "--drop", NAMES[2])
+    assert sorted(toy.snapshot()) == sorted([*NAMES[:2], "series", "upstream.toml"])
+
+
+def test_a_stray_file_is_not_overwritten(toy: Toy) -> None:
+    (toy.patches / "one-more.patch").write_text("somebody's\n")
+    more(toy)
+    assert "one-more.patch" in toy.refuse("series", "export")
+    assert (toy.patches / "one-more.patch").read_text() == "somebody's\n"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_failure_at_any_file_leaves_the_old_series(toy: Toy, number: int) -> None:
+    before = toy.snapshot(), sorted(path.name for path in toy.root.iterdir())
+    toy.edit("vllm/envs.py", "SETTING_9 = 99\n", "SETTING_9 = 98\n")
+    autosquash(toy, r"\[Core\]")
+    written = itertools.count(1)
+    with trouble("pathlib.Path.replace", lambda *_: next(written) == number):
+        toy.run("series", "export")
+    assert (toy.snapshot(), sorted(path.name for path in toy.root.iterdir())) == before
+    assert f"wrote {NAMES[0]}" in toy.do("series", "export")
+
+
+def test_the_first_export_makes_the_list(empty: Toy) -> None:
+    assert "python -m tools series apply" in empty.refuse("series", "export")
+    empty.do("series", "apply")
+    more(empty)
+    (empty.patches / "series").unlink()
+    empty.do("series", "export")
+    assert sorted(empty.snapshot()) == ["one-more.patch", "series", "upstream.toml"]
+
+
+def test_a_moved_file_is_written_as_it_is_not_as_a_guess(toy: Toy) -> None:
+    git(toy.tree, "mv", "vllm/envs.py", "vllm/settings.py")
+    toy.commit("[Misc] Move", {})
+    toy.do("series", "export")
+    text = (toy.patches / "move.patch").read_text()
+    assert "rename" not in text
+    assert "deleted file mode 100644" in text
+    assert "new file mode 100644" in text
+
+
+def test_the_page_that_the_series_adds_to_the_documentation_is_copied(toy: Toy) -> None:
+    toy.commit("[Docs] One page", {"docs/features/routed_experts.md": "# Rows\n"})
+    error = toy.refuse("series", "export", "--check")
+    assert "docs/routed_experts.md" in error.splitlines()[-1]
+    assert not (toy.root / "docs").exists()
+    toy.do("series", "export")
+    assert (toy.root / "docs/routed_experts.md").read_text() == "# Rows\n"
+    toy.do("series", "export", "--check")
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def test_a_good_series_passes(toy: Toy) -> None:
+    # Blanks that were there before are no breach, nor is a need that stands earlier.
+    toy.edit_patch(NAMES[0], " SETTING_8 = 8\n", " SETTING_8 = 8  \n")
+    toy.edit_patch(NAMES[0], "-SETTING_9 = 9\n", "-SETTING_9 = 9  \n")
+    toy.edit_patch(NAMES[2], "Drop-when: ", f"Needs: {NAMES[0]}, {NAMES[1]}\nDrop-when: ")
+    assert toy.do("series", "check") == "series: 3 patches, no problems\n"
+    status = "Upstream-Status: Pending"
+    for name in STATUSES:
+        toy.edit_patch(NAMES[0], status, f"Upstream-Status: {name} [an argument]")
+        status = f"Upstream-Status: {name} [an argument]"
+        toy.do("series", "check")
+
+
+def test_problems_come_at_once_and_each_has_four_parts(toy: Toy) -> None:
+    toy.edit_patch(NAMES[0], "Upstream-Status: Pending", "Upstream-Status: Waiting")
+    toy.edit_patch(NAMES[2], "Signed-off-by: ", "Signed: ")
+    reword = (
+        "reword the commit (in the build tree: git rebase -i refs/re/base), then: series export"
+    )
+    assert toy.refuse("series", "check").splitlines()[:11] == [
+        "error: the series breaks its rules: 2",
+        "",
+        "Upstream-Status is malformed",
+        f"  where:    {NAMES[0]}",
+        f"  expected: Upstream-Status: {STATUSES['Pending']}",
+        "            or: Submitted [where: a link]",
+        "            or: Backport [the upstream commit or release]",
+        "            or: Denied [where, and why it is kept]",
+        "            or: Inappropriate [why upstream would not want it]",
+        "  found:    Upstream-Status: Waiting",
+        f"  next:     {reword}",
+    ]
+    assert f"Signed-off-by is missing\n  where:    {NAMES[2]}" in toy.refuse("series", "check")
+
+
+MALFORMED = [
+    *("upstream-status: Pending", "Upstream-Status:Pending", "Upstream status: Pending"),
+    *("Upstream-Stauts: Pending", "Upstream-Status: pending", "Upstream-Status: Submitted"),
+    *(
+        "Upstream-Status: Backport []",
+        "Upstream-Status: Denied it",
+        "Upstream-Status: Inappropriate",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        *(("Upstream-Status: Pending", new, "Upstream-Status is malformed") for new in MALFORMED),
+        ("Upstream-Status: Pending\n", "", "Upstream-Status is missing"),
+        ("Drop-when", "Upstream-Status: Pending\nDrop-when", "stands more than once"),
+        ("Drop-when: upstream returns rows\n", "", "Drop-when is missing"),
+        ("Drop-when: upstream returns rows", "Drop-when:", "Drop-when is malformed"),
+        ("Drop-when: ", "Drop when: ", "Drop-when is malformed"),
+        ("Drop-when: ", "drop-when: ", "Drop-when is malformed"),
+        ("Drop-when", "Needs: rows\nDrop-when", "Needs is malformed"),
+        ("Drop-when", "needs: one.patch\nDrop-when", "Needs is malformed"),
+        ("Drop-when", "Needs: a.patch b.patch\nDrop-when", "Needs is malformed"),
+        ("Drop-when", f"Needs: {NAMES[2]}\nDrop-when", f"{NAMES[2]}, which stands later"),
+        ("Drop-when", "Needs: no.patch\nDrop-when", "no.patch, which is not in the series"),
+        ("Rows are wanted; a user sees rows.\n", "", "the message has no body"),
+        (f"by: {IDENTITY}", "by: Me <me@here>", "found:    Signed-off-by: Me <me@here>"),
+        ("Subject: [PATCH] [Core] Count rows", "Subject: [PATCH] [Core]", "has no subject"),
+        ("+SETTING_9 = 99\n", "+SETTING_9 = 99 \t\n", f"{NAMES[0]}:21 (vllm/envs.py:10)"),
+    ],
+)
+def test_a_message_or_a_line_that_breaks_a_rule_is_refused(
+    toy: Toy, old: str, new: str, what: str
+) -> None:
+    toy.edit_patch(NAMES[0], old, new)
+    error = toy.refuse("series", "check")
+    assert what in error
+    assert NAMES[0] in error
+
+
+@pytest.mark.parametrize("command", ["check", "apply"])
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("vllm/rows/__init__.py", "../escaped.py", "a path leaves the tree"),
+        ("vllm/rows/__init__.py", "vllm/../../escaped.py", "a path leaves the tree"),
+        ("vllm/rows/__init__.py", "/escaped.py", "a path leaves the tree"),
+        ("vllm/rows/__init__.py", ".git/hooks/post-checkout", "a path leaves the tree"),
+        ("@@ -0,0 +1 @@", "@@ -0,0 +1,3 @@", "the diff cannot be read"),
+        ("+++ b/vllm/rows/__init__.py", "+++ /etc/passwd", "the diff cannot be read"),
+        ("new file mode 100644", "new file mode 120000", "a link is changed"),
+        ("new file mode 100644", "new file mode 160000", "a link is changed"),
+    ],
+)
+def test_a_damaged_or_dangerous_diff_is_refused(
+    toy: Toy, old: str, new: str, what: str, command: str
+) -> None:
+    toy.do("series", "apply", "--pristine")
+    path = toy.patches / NAMES[1]
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    error = toy.refuse("series", command)
+    assert what in error
+    assert NAMES[1] in error
+    assert not list(toy.root.parent.rglob("escaped.py"))
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (lambda place: (place / NAMES[1]).unlink(), "a listed patch does not exist"),
+        (lambda place: (place / "stray.patch").write_text(""), "a patch is not in the series"),
+        (lambda place: (place / "series").unlink(), "there is no series file"),
+        (lambda place: (place / "series").write_text("../o.patch\n"), "that of a patch beside it"),
+    ],
+)
+def test_a_list_that_is_wrong_is_refused(toy: Toy, do: Callable[[Path], object], said: str) -> None:
+    do(toy.patches)
+    assert said in toy.refuse("series", "check")
+
+
+def test_the_fingerprint_changes_with_a_byte_with_the_order_and_with_the_pin(toy: Toy) -> None:
+    def fingerprint() -> str:
+        out = toy.do("wheel", "identity", "--variant", "cpu")
+        return re.findall("^SERIES_FINGERPRINT=.*$", out, re.MULTILINE)[0]
+
+    series, seen = toy.patches / "series", [fingerprint()]
+    series.write_text("".join(f"{name}\n" for name in reversed(NAMES)))
+    seen.append(fingerprint())
+    toy.edit_patch(NAMES[0], "Count rows", "Count Rows")
+    seen.append(fingerprint())
+    series.write_text(f"# a comment\n{series.read_text()}")
+    assert fingerprint() == seen[-1]
+    other_pin(toy)
+    assert len({*seen, fingerprint()}) == 4
+
+
+names = st.lists(st.from_regex(r"[a-z]{1,4}\.patch", fullmatch=True), unique=True)
+lines = st.lists(st.from_regex(r"( ?#[ a-z]*|[a-z]{1,4}\.patch( #x)?|)", fullmatch=True))
+
+
+@settings(deadline=None)
+@given(names, lines)
+def test_a_rendered_series_lists_the_names_whatever_stood_there(
+    wanted: list[str], old: list[str]
+) -> None:
+    text = render_series(wanted, "\n".join(old))
+    assert parse_series(text) == wanted
+    assert render_series(wanted, text) == text
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_a_slug_is_a_safe_file_name_and_a_status_is_read_as_written(text: str) -> None:
+    name = slug(text)
+    assert not leaves_tree(f"{name}.patch")
+    assert name == name.strip("-").lower()
+    assert parse_series(f"{name}.patch") == [f"{name}.patch"]
+    argument = re.sub(r"[\[\]\n\r]", "", text)
+    right = STATUS.fullmatch(f"Upstream-Status: Denied [{argument}]")
+    assert bool(right) == bool(argument[:1].strip())
+
+
+# --- the status -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _wide(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # no line is folded
+
+
+def status(toy: Toy, *arguments: str) -> dict[str, str]:
+    """The lines of a status by their topic; those of patches by name."""
+    said: dict[str, str] = {}
+    for line in toy.do("series", "status", *arguments).splitlines():
+        what, _, rest = line.strip().partition(" ")
+        said[what] = f"{said[what]}; {rest.strip()}" if what in said else rest.strip()
+    return said
+
+
+def test_an_applied_series_is_all_there_and_clean(toy: Toy, index: Index) -> None:
+    before = everything(toy)
+    said = status(toy)
+    assert said["pin"].startswith(f"vLLM {VERSION}, v{VERSION}, commit cccccc")
+    assert said["newest"] == f"{VERSION}, the pinned one"
+    assert said["series"].startswith("3 patches, fingerprint ")
+    assert said["applied"] == f"3 of 3 patches as they are, in {toy.tree}"
+    assert said["export"] == "clean: it would change no file"
+    assert said["drift"] == "none"
+    assert "records" not in said
+    for name in NAMES:
+        assert re.fullmatch(r"Pending +\d+ +\d+ +\d+ +applied", said[name])
+    index.withdrawn.add("vllm-9.9.9.tar.gz")
+    for version in ("9.8.8", "9.8.10", "9.9.0rc1", "9.9.9", "1.0.0"):
+        index.publish(version, TREE, wheels=False)
+    assert status(toy)["newest"] == "9.8.10, 2 releases after the pinned one"
+    assert status(toy, "--offline")["newest"] == "unknown: not asked"
+    assert everything(toy) == before
+
+
+def test_lines_that_a_later_patch_changes_are_counted(toy: Toy) -> None:
+    before = status(toy)["churn"]
+    assert before.startswith("0 of ")
+    envs = toy.tree / "vllm" / "envs.py"
+    envs.write_text("FIRST = 1\nSECOND = 2\n" + envs.read_text())
+    git(toy.tree, "commit", "--all", "--message=Add settings")
+    envs.write_text(envs.read_text().replace("SECOND = 2", "SECOND = 3"))
+    git(toy.tree, "commit", "--all", "--message=Change one")
+    after = status(toy)["churn"].split()
+    assert (int(after[0]), int(after[2])) == (1, int(before.split()[2]) + 3)
+
+
+def test_records_of_another_series_are_named(toy: Toy) -> None:
+    results = toy.root / "benchmarks/results"
+    (results / "line").mkdir(parents=True)
+    today = status(toy)["series"].split()[-1].removesuffix("...")
+    (results / "new.md").write_text(f"# New\n\nseries: {today}\n")
+    (results / "old.md").write_text("# Old\n\nseries: 0123456789abcdef\n")
+    (results / "line/both.md").write_text(f"series: {today}\nseries: 0123456789abcdef, some\n")
+    (results / "README.md").write_text("A record says `series: <fingerprint>`.\n")
+    assert status(toy)["records"] == "of another series: line/both.md, old.md"
+
+
+@pytest.mark.parametrize(
+    ("do", "topic", "said"),
+    [
+        (lambda toy: shutil.rmtree(toy.tree), "applied", "no: there is no build tree.*"),
+        (lambda toy: shutil.rmtree(toy.tree), NAMES[0], ".*not applied"),
+        (other_pin, "applied", ".*belongs to another pin.*"),
+        (lambda toy: toy.do("series", "apply", "--before", NAMES[2]), "applied", "2 of 3 patch.*"),
+        (lambda toy: toy.do("series", "apply", "--before", NAMES[2]), NAMES[1], ".* applied"),
+        (lambda toy: toy.do("series", "apply", "--before", NAMES[2]), NAMES[2], ".*not applied"),
+        (mine, "drift", re.escape(f"1 commit not exported: {MINE}")),
+        (mine, "export", "would change 2 files: my-evenings-work.patch, series"),
+        (dirty, "drift", "1 file changed and not committed in the build tree"),
+        (all_rows, NAMES[1], ".*differs"),
+        (all_rows, "export", f"would change 1 file: {NAMES[1]}"),
+        (lambda toy: toy.edit_patch(NAMES[1], "Rows are", "They are"), NAMES[1], ".*differs"),
+        (
+            lambda toy: toy.edit_patch(NAMES[1], "Rows are", "They are"),
+            "drift",
+            "the patches changed since the apply",
+        ),
+        (lambda toy: toy.edit_patch(NAMES[0], "@@ -7,7", "@@ -7,9"), NAMES[0], ".*cannot be read"),
+        (lambda toy: toy.edit_patch(NAMES[0], "@@ -7,7", "@@ -7,9"), NAMES[1], ".* applied"),
+        (lambda toy: (toy.patches / NAMES[0]).unlink(), "series", "cannot be read: the list.*"),
+    ],
+)
+def test_every_drift_is_told(toy: Toy, do: Callable[[Toy], object], topic: str, said: str) -> None:
+    do(toy)
+    assert re.fullmatch(said, status(toy)[topic])
+
+
+def test_without_an_answer_the_newest_release_is_unknown(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")
+    said = status(toy)
+    assert said["newest"].startswith("unknown: the package index")
+    assert said["export"].startswith("clean")
+
+
+def test_a_rebase_that_waits_is_reported(toy: Toy, index: Index) -> None:
+    envs = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'nine'\n")
+    index.publish("9.8.8", {**TREE, "vllm/envs.py": envs})
+    toy.refuse("series", "rebase", "--onto", "9.8.8")
+    said = f"onto vLLM 9.8.8 in {toy.build}/rebase/tree: 0 of 3 patches done, stopped at [Core] "
+    assert said in status(toy)["rebase"]
