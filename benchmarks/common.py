@@ -12,8 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.builds import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build/bench"
 
 
@@ -112,7 +111,9 @@ class Records:
 
 def command() -> list[str]:
     """This program's arguments of Python, without this machine's folders."""
-    return ["-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(bare, sys.argv[1:])]
+    file = Path(sys.argv[0])
+    name = file.parent.name if file.stem == "__main__" else file.stem
+    return ["-m", f"benchmarks.{name}", *map(bare, sys.argv[1:])]
 
 
 def bare(word: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.front import Round, read_arguments, report_text, summarize
+from benchmarks.front.__main__ import Round, read_arguments, report_text, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.builds import Build, Variant, read_builds, read_variants
 from benchmarks.common import Failure, Records
-from benchmarks.loads import LOADS, TINY_LOADS, Load
-from benchmarks.overhead import read_arguments, turns_of
-from benchmarks.report import comparisons, pairs_to_compare, report_text, write_report
+from benchmarks.overhead.__main__ import read_arguments, turns_of
+from benchmarks.overhead.builds import Build, Variant, read_builds, read_variants
+from benchmarks.overhead.loads import LOADS, TINY_LOADS, Load
+from benchmarks.overhead.report import comparisons, pairs_to_compare, report_text, write_report
 
 SETUP = {
     "model": "tiny",

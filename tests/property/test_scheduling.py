@@ -12,27 +12,23 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from vllm.config import DeviceConfig, VllmConfig
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
     make_block_hash_with_group_id,
-    resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.routed_experts_kv_transfer import RoutedExpertsKVTransfer
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -44,8 +40,9 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.routed_experts_params import get_routed_experts_start
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.structured_output import StructuredOutputManager
 
+from harness import scheduling
+from harness.scheduling import make_config, make_request
 from tests.property.model import MOE_LAYERS, Worker
 from tests.property.sequence import VOCABULARY, propose, true_row
 
@@ -127,48 +124,27 @@ def small_arrays() -> Iterator[None]:
 
 
 def make_scheduler(setup: Setup) -> Scheduler:
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    config.model_config = MagicMock()
-    config.model_config.skip_tokenizer_init = True
-    config.model_config.is_multimodal_model = False
-    config.model_config.is_encoder_decoder = False
-    config.model_config.max_model_len = MAX_LEN
-    config.model_config.enable_return_routed_experts = True
-    config.cache_config = MagicMock()
-    config.cache_config.num_gpu_blocks = setup.num_blocks
-    config.cache_config.enable_prefix_caching = setup.caching
-    config.scheduler_config.max_num_seqs = setup.num_seqs
-    config.scheduler_config.max_num_batched_tokens = setup.chunk
-    config.scheduler_config.max_num_scheduled_tokens = setup.chunk
-    config.scheduler_config.scheduler_reserve_full_isl = False
-    config.scheduler_config.async_scheduling = setup.asynchronous
+    block_size = BLOCK // setup.context_parallel
+    config = make_config(
+        num_blocks=setup.num_blocks,
+        block_size=block_size,
+        max_model_len=MAX_LEN,
+        max_num_seqs=setup.num_seqs,
+        batch=setup.chunk,
+        caching=setup.caching,
+        asynchronous=setup.asynchronous,
+    )
     config.scheduler_config.policy = "priority" if setup.priorities else "fcfs"
     config.parallel_config.decode_context_parallel_size = setup.context_parallel
-    block_size = BLOCK // setup.context_parallel
-    config.cache_config.block_size = block_size
     shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = []
     if setup.full_attention:
         groups.append(KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)))
     if setup.sliding_window:
         groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=6)))
-    kv_cache_config = KVCacheConfig(setup.num_blocks, [], groups)
-    config.cache_config.hash_block_size = None
-    scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, config)
-    assert scheduler_block == BLOCK
-    scheduler_class = AsyncScheduler if setup.asynchronous else Scheduler
-    scheduler = scheduler_class(
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=scheduler_block,
-        hash_block_size=hash_block,
-        log_stats=False,
-    )
-    scheduler.num_lookahead_tokens = setup.drafts
-    if isinstance(scheduler, AsyncScheduler):
-        scheduler.num_spec_tokens = setup.drafts
-        scheduler._spec_token_placeholders = [-1] * setup.drafts
+    kv_cache = KVCacheConfig(setup.num_blocks, [], groups)
+    scheduler = scheduling.make_scheduler(config, kv_cache, setup.drafts)
+    assert scheduler.block_size == BLOCK
     if setup.connector:
         scheduler.connector = Connector()
         scheduler.routed_experts_kv_transfer = RoutedExpertsKVTransfer(
@@ -229,17 +205,8 @@ class FrontEnd:
         self.finished: set[str] = set()
 
     def add(self, request: Request) -> None:
-        core_request = EngineCoreRequest(
-            request_id=request.request_id,
-            external_req_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            mm_features=None,
-            sampling_params=request.sampling_params,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
+        core_request = make_request(
+            request.request_id, request.prompt_token_ids, request.sampling_params
         )
         self.processor.add_request(core_request, None)
 

@@ -22,8 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from vllm.config import DeviceConfig, VllmConfig
-from vllm.distributed import parallel_state
+from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector import connector as connector_side
 from vllm.distributed.aux_output_connector import worker as worker_side
 from vllm.sampling_params import SamplingParams
@@ -32,9 +31,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
-    resolve_kv_cache_block_sizes,
 )
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -49,9 +46,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.structured_output import StructuredOutputManager
 
-from harness.stand_ins import model_config
+from harness import scheduling
 from tests.property.sequence import VOCABULARY, next_token, propose, true_row
 
 BLOCK = 4
@@ -216,20 +212,18 @@ def block_hashes() -> None:
 
 @cache
 def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    config.model_config = model_config(MAX_LEN)
-    config.cache_config.num_gpu_blocks = setup.num_blocks
-    config.cache_config.enable_prefix_caching = setup.caching
-    config.cache_config.block_size = setup.full_block
+    config = scheduling.make_config(
+        num_blocks=setup.num_blocks,
+        block_size=setup.full_block,
+        max_model_len=MAX_LEN,
+        max_num_seqs=6,
+        batch=setup.chunk,
+        caching=setup.caching,
+        asynchronous=setup.asynchronous,
+    )
     config.cache_config.prefix_match_unit = setup.match_unit
     config.cache_config.mamba_cache_mode = "align" if setup.caching else "none"
-    config.scheduler_config.max_num_seqs = 6
-    config.scheduler_config.max_num_batched_tokens = setup.chunk
-    config.scheduler_config.max_num_scheduled_tokens = setup.chunk
-    config.scheduler_config.scheduler_reserve_full_isl = False
     config.scheduler_config.watermark = 0.0
-    config.scheduler_config.async_scheduling = setup.asynchronous
-    config.aux_output_config.enable_return_routed_experts = True
     if setup.opt_in:
         config.aux_output_config.routed_experts_opt_in = True
     groups = [KVCacheGroupSpec([kind], make_spec(kind, size)) for kind, size in setup.groups]
@@ -251,20 +245,7 @@ def make_spec(kind: str, block_size: int) -> KVCacheSpec:
 
 
 def make_scheduler(setup: Setup, config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
-    scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv_cache, config)
-    scheduler = (AsyncScheduler if setup.asynchronous else Scheduler)(
-        vllm_config=config,
-        kv_cache_config=kv_cache,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=scheduler_block,
-        hash_block_size=hash_block,
-        log_stats=False,
-    )
-    scheduler.use_v2_model_runner = True
-    scheduler.num_lookahead_tokens = setup.drafts
-    scheduler.num_spec_tokens = setup.drafts
-    if isinstance(scheduler, AsyncScheduler):
-        scheduler._spec_token_placeholders = [-1] * setup.drafts
+    scheduler = scheduling.make_scheduler(config, kv_cache, setup.drafts)
     if setup.connector:
         scheduler.connector = Connector()
         scheduler.recompute_kv_load_failures = True
@@ -356,29 +337,12 @@ class Runner:
         # The blocks that a KV connector can load, named by all tokens up to their end.
         self.saved: dict[tuple[int, ...], np.ndarray] = {}
         self.rows = np.empty((0, 2, 2), np.uint16)
-        capturer = SimpleNamespace(
-            shape_per_token=(2, 2),
-            output_dtype_name="uint16",
-            snapshot_routing_data=lambda count, rows=None: torch.from_numpy(
-                self.rows[:count] if rows is None else self.rows[rows]
-            ),
+        self.connector = scheduling.make_worker_connector(
+            config, kv_cache, (2, 2), "uint16", self.snapshot, setup.depth
         )
-        sizes = {
-            "scheduler_config": config.scheduler_config,
-            "cache_config": config.cache_config,
-            "parallel_config": config.parallel_config,
-            "kv_transfer_config": None,
-            "aux_output_config": config.aux_output_config,
-            "max_concurrent_batches": setup.depth,
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_side, "RoutedExpertsCapturer", lambda **_: capturer)
-            patch.setattr(worker_side, "bind_routed_experts_capturer", lambda *_: None)
-            patch.setattr(worker_side, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
-            patch.setattr(parallel_state, "_PP", SimpleNamespace(is_last_rank=True))
-            self.connector = worker_side.AuxOutputWorkerConnector(
-                vllm_config=SimpleNamespace(**sizes), model=None, kv_cache_config=kv_cache
-            )
+
+    def snapshot(self, count: int, rows: np.ndarray | None = None) -> torch.Tensor:
+        return torch.from_numpy(self.rows[:count] if rows is None else self.rows[rows])
 
     def execute(
         self, scheduled: SchedulerOutput, block_ids: dict[str, list[int]], spoiled: set[str]

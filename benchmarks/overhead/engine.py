@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.builds import Process, Variant
 from benchmarks.common import Failure
+from benchmarks.overhead.builds import Process, Variant
 
 
 def engine_options(model: str, kv_gib: float) -> dict[str, Any]:

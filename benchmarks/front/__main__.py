@@ -38,19 +38,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Failure, command, table
+from benchmarks.front.loads import TOP_K, Load, loads_of, run_process
 from examples.client import decode_rows
 from harness.checkpoint import make_checkpoint
 from harness.paired import ENOUGH_PAIRS
 from harness.process import QUIET
 
-GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
-TOP_K, MAX_LEN = 8, 200_000
+MAX_LEN = 200_000
 # The limit for what asking adds.
 TARGET_MS = 5.0
 # Waiting for longer than this is an error.
@@ -62,76 +61,6 @@ MEASURES = {
 }
 # Milliseconds by load, then "silent" or "asking", then measure.
 Round = dict[str, dict[str, dict[str, float]]]
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests that start together, and the outputs of the engine for them.
-
-    Attributes:
-        name: what the table calls it.
-        path: of the endpoint.
-        stream: whether they are streams.
-        prompt: tokens of each prompt in the engine, whose rows come with the first tokens. The
-            prompt that is sent is shorter.
-        steps: of the engine, 5 ms apart.
-        tokens: of each request in a step.
-        requests: their number.
-        stalled: whether readers read nothing until the engine has finished.
-    """
-
-    name: str
-    path: str
-    stream: bool
-    prompt: int
-    steps: int
-    tokens: int
-    requests: int = 1
-    stalled: bool = False
-
-    @property
-    def output(self) -> int:
-        return self.steps * self.tokens
-
-    def body(self, asks: bool) -> bytes:
-        arguments = {"return_routed_experts": asks}
-        common = {"max_tokens": self.output, "ignore_eos": True}
-        body: dict[str, Any] = {"stream": self.stream}
-        if self.path == CHAT:
-            body |= {"messages": [{"role": "user", "content": "abc"}], "vllm_xargs": arguments}
-            body |= common
-        else:
-            body |= {"token_ids": [5], "sampling_params": {**common, "extra_args": arguments}}
-        return json.dumps(body).encode()
-
-
-def loads_of(arguments: argparse.Namespace) -> list[Load]:
-    prompt, steps, readers = arguments.prompt, arguments.steps, arguments.readers
-    answers = [
-        Load(f"{name}{', streamed' if stream else ''}", path, stream, prompt, steps, tokens=128)
-        for name, path in (("generate", GENERATE), ("chat", CHAT))
-        for stream in (False, True)
-    ]
-    # The first event of each stream is larger than the socket buffers of a stalled reader.
-    prompt = 3_200_000 // (arguments.layers * TOP_K)
-    stalled = Load(
-        f"{readers} stalled readers", GENERATE, True, prompt, 8 * steps, 2, readers, stalled=True
-    )
-    return [*answers, stalled]
-
-
-def engine(*arguments: Any) -> None:
-    """Run the engine's process. Only child processes import vLLM."""
-    from benchmarks import front_server
-
-    front_server.engine(*arguments)
-
-
-def server(*arguments: Any) -> None:
-    """Run the server's process."""
-    from benchmarks import front_server
-
-    front_server.server(*arguments)
 
 
 def send_request(port: int, load: Load, asks: bool) -> socket.socket:
@@ -189,11 +118,11 @@ class Bench:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             self.port = listening.getsockname()[1]
-            of_engine = (addresses, (rows, arguments.layers, TOP_K), engine_end)
-            of_server = (addresses, listening, model, MAX_LEN, arguments.loop, server_end)
+            of_engine = ("engine", addresses, (rows, arguments.layers, TOP_K), engine_end)
+            of_server = ("server", addresses, listening, model, MAX_LEN, arguments.loop, server_end)
             self.processes = [
-                spawn.Process(target=engine, args=of_engine, daemon=True),
-                spawn.Process(target=server, args=of_server, daemon=True),
+                spawn.Process(target=run_process, args=args, daemon=True)
+                for args in (of_engine, of_server)
             ]
             for process in self.processes:
                 process.start()

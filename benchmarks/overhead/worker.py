@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine of one build; `overhead.py` commands it over a socket.
 
-    python -m benchmarks.worker SOCKET SETTINGS
+    python -m benchmarks.overhead.worker SOCKET SETTINGS
 
 Messages are lines of JSON. The first message says that vLLM is imported. Then each line
 `{"do": NAME, ...}` calls the method of that name and is answered with one line: a dictionary, with
@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.engine import generate_queued
-from benchmarks.loads import SHARES, Load, loads_of
-from benchmarks.probe import kernels_of_a_step
+from benchmarks.overhead.engine import generate_queued
+from benchmarks.overhead.loads import SHARES, Load, loads_of
+from benchmarks.overhead.probe import kernels_of_a_step
 from harness.shapes import model_config, write_model
 
 # Output tokens of the two profiled requests; the difference is a number of steps.
@@ -56,7 +56,7 @@ class Engine:
                 folder,
                 load_format="dummy",
                 skip_tokenizer_init=True,
-                worker_extension_cls="benchmarks.probe.Probe",
+                worker_extension_cls="benchmarks.overhead.probe.Probe",
                 **self.settings["options"],
             )
         step = self.llm.llm_engine.step

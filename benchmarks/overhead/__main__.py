@@ -31,11 +31,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.builds import Process, Variant, read_builds, read_variants
 from benchmarks.common import WORK, Failure, Gpu, Records, command, end_orderly, tell
-from benchmarks.engine import Engine, engine_arguments, engine_options
-from benchmarks.loads import Load, loads_of, modes_of
-from benchmarks.report import write_report
+from benchmarks.overhead.builds import Process, Variant, read_builds, read_variants
+from benchmarks.overhead.engine import Engine, engine_arguments, engine_options
+from benchmarks.overhead.loads import Load, loads_of, modes_of
+from benchmarks.overhead.report import write_report
 from harness.shapes import MODELS, model_config
 
 # Seconds reserved for stopping the engines and writing the report.
@@ -107,7 +107,7 @@ class Bench:
                     env["TORCH_COMPILE_DISABLE"] = "1"
                 process = Process(
                     variant.build,
-                    ["-m", "benchmarks.worker", str(path), json.dumps(settings)],
+                    ["-m", "benchmarks.overhead.worker", str(path), json.dumps(settings)],
                     WORK / "logs" / f"{variant.name.replace(' ', '-').replace('#', '')}.log",
                     env,
                 )

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common import ROOT
 from harness.process import QUIET, Kept
 
-ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("off", "on", "opt-in")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `front.py` starts: the server, with a probe in its event loop, and a stub for the engine."""
+"""The processes: the server, with a probe in its event loop, and a stub of the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -34,21 +33,13 @@ from vllm.v1.outputs import RoutedExpertsLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from harness.stand_ins import kv_cache_manager
+from benchmarks.front.loads import Load
+from harness.scheduling import kv_cache_manager
 
 # Shorter callbacks are not recorded.
 LEAST_S = 1e-4
 EXPERTS = 256
 BLOCK = 16
-
-
-class Load(Protocol):
-    """The fields that the stub reads of a load of `front.py`."""
-
-    prompt: int
-    steps: int
-    tokens: int
-    requests: int
 
 
 class Engine:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loads, and the processes that answer them: child processes import this module."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
+TOP_K = 8
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that start together, and the outputs of the engine for them.
+
+    Attributes:
+        name: what the table calls it.
+        path: of the endpoint.
+        stream: whether they are streams.
+        prompt: tokens of each prompt in the engine, whose rows come with the first tokens. The
+            prompt that is sent is shorter.
+        steps: of the engine, 5 ms apart.
+        tokens: of each request in a step.
+        requests: their number.
+        stalled: whether readers read nothing until the engine has finished.
+    """
+
+    name: str
+    path: str
+    stream: bool
+    prompt: int
+    steps: int
+    tokens: int
+    requests: int = 1
+    stalled: bool = False
+
+    @property
+    def output(self) -> int:
+        return self.steps * self.tokens
+
+    def body(self, asks: bool) -> bytes:
+        arguments = {"return_routed_experts": asks}
+        common = {"max_tokens": self.output, "ignore_eos": True}
+        body: dict[str, Any] = {"stream": self.stream}
+        if self.path == CHAT:
+            body |= {"messages": [{"role": "user", "content": "abc"}], "vllm_xargs": arguments}
+            body |= common
+        else:
+            body |= {"token_ids": [5], "sampling_params": {**common, "extra_args": arguments}}
+        return json.dumps(body).encode()
+
+
+def loads_of(arguments: argparse.Namespace) -> list[Load]:
+    prompt, steps, readers = arguments.prompt, arguments.steps, arguments.readers
+    answers = [
+        Load(f"{name}{', streamed' if stream else ''}", path, stream, prompt, steps, tokens=128)
+        for name, path in (("generate", GENERATE), ("chat", CHAT))
+        for stream in (False, True)
+    ]
+    # The first event of each stream is larger than the socket buffers of a stalled reader.
+    prompt = 3_200_000 // (arguments.layers * TOP_K)
+    stalled = Load(
+        f"{readers} stalled readers", GENERATE, True, prompt, 8 * steps, 2, readers, stalled=True
+    )
+    return [*answers, stalled]
+
+
+def run_process(name: str, *arguments: Any) -> None:
+    """Run the process of that name of `server.py`. Only child processes import vLLM."""
+    getattr(importlib.import_module("benchmarks.front.server"), name)(*arguments)

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows cost the host, on either line."""
+
+TOP_K, EXPERTS, BLOCK = 8, 256, 16
+PARTS = (
+    "scheduler",
+    "scheduler to worker",
+    "worker",
+    "worker to scheduler",
+    "to the front end",
+    "front end",
+)
