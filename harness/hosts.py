@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of engines on a host with several GPUs and without a network."""
+"""Engines on a host with several GPUs and without a network: their environment, and the processes
+of a data parallel group, which meet by files in a folder."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,63 @@ def ranks(
             kept = Kept(command, folder / f"{name}-{rank}.log", {**environment, **own})
             group.append(stack.enter_context(kept))
         yield group
+
+
+def wait(
+    engines: Sequence[Kept],
+    folder: Path,
+    limit_s: float,
+    *,
+    name: str = "done",
+    look: Callable[[], object] = lambda: None,
+    every_s: float = 0.2,
+) -> str:
+    """Wait until all ranks of a group have met, or cannot meet any more.
+
+    Args:
+        engines: of `ranks`.
+        folder: where they meet.
+        limit_s: seconds that they have.
+        name: of the meeting, see `meet`.
+        look: is called while they run.
+        every_s: seconds between two looks.
+
+    Returns:
+        Why they did not meet; empty if they did.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        look()
+        # In this order: a rank may meet and end in between.
+        ended = [engine.poll() is not None for engine in engines]
+        met = [(folder / f"{name}-{rank}").exists() for rank in range(len(engines))]
+        if all(met):
+            return ""
+        for engine, has_ended, has_met in zip(engines, ended, met, strict=True):
+            if has_ended and not has_met:
+                why = engine.first_error() or engine.last_line() or "it said nothing"
+                return f"an engine ended: {why}"
+        if time.monotonic() > deadline:
+            return f"not finished after {limit_s:.0f} s: {engines[0].last_line()}"
+        time.sleep(every_s)
+
+
+def meet(folder: Path, name: str, rank: int, size: int) -> None:
+    """Wait until every rank is here. A rank that ends breaks the collectives of the others."""
+    (folder / f"{name}-{rank}").touch()
+    while not all((folder / f"{name}-{other}").exists() for other in range(size)):
+        time.sleep(0.02)
+
+
+def run(rank: Callable[[dict[str, Any]], object]) -> None:
+    """Run a rank with the spec that it was started with. A rank that fails ends at once, since its
+    collectives wait for the others."""
+    try:
+        rank(json.loads(Path(sys.argv[1]).read_text()))
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def leave(llm: Any) -> None:

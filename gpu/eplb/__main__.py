@@ -121,8 +121,9 @@ def generate(llm: Any, args: argparse.Namespace, round_: int) -> list[Any]:
     return llm.generate(inputs, sampling, use_tqdm=False)
 
 
-def run_rank(args: argparse.Namespace) -> None:
+def run_rank(spec: dict[str, Any]) -> None:
     """Run one rank in its own process."""
+    args = argparse.Namespace(**spec | {"out": Path(spec["out"])})
     faulthandler.dump_traceback_later(60 * args.minutes, exit=True)
     from vllm import LLM
 
@@ -166,10 +167,8 @@ def run_rank(args: argparse.Namespace) -> None:
         llm.llm_engine.engine_core.shutdown()
         found["shutdown_s"] = round(time.monotonic() - start, 1)
     (args.out / f"{args.mode}-{args.rank}.json").write_text(json.dumps(found, indent=1))
-    # A rank that ends breaks the collectives of the others, and groups of a failed rank cannot be
-    # shut down in order.
-    while not all((args.out / f"{args.mode}-{r}.json").exists() for r in range(WORLD_SIZE)):
-        time.sleep(0.05)
+    # Groups of a failed rank cannot be shut down in order.
+    hosts.meet(args.out, f"{args.mode}-done", args.rank, WORLD_SIZE)
     sys.stdout.flush()
     os._exit(0)
 
@@ -186,12 +185,8 @@ def run_mode(mode: str, args: argparse.Namespace, deadline: float) -> list[dict[
     common = {**vars(args), "mode": mode, "minutes": left}
     specs = [{**common, "rank": rank} for rank in range(WORLD_SIZE)]
     with hosts.ranks("gpu.eplb", specs, args.out, environment, free_port(), mode) as ranks:
-        while any(rank.poll() is None for rank in ranks):
-            time.sleep(0.2)
-            if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
-                # The others would wait for it forever.
-                break
-        if not all(file.exists() for file in files):
+        if why := hosts.wait(ranks, args.out, deadline - time.monotonic(), name=f"{mode}-done"):
+            print(why)
             for number, rank in enumerate(ranks):
                 print(f"--- {mode}-{number}, status {rank.poll()}: {rank.first_error()}")
                 print(rank.tail(60), flush=True)
@@ -263,7 +258,7 @@ def main() -> int:
     deadline = time.monotonic() + 60 * args.minutes
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    for stale in args.out.glob("o*-*.*"):
+    for stale in args.out.glob("o*-*"):
         stale.unlink()
     args.checkpoint = make_checkpoint(
         args.out / "checkpoint",
@@ -293,7 +288,5 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].endswith(".json"):
         # A rank, which gets its spec alone.
-        rank = argparse.Namespace(**json.loads(Path(sys.argv[1]).read_text()))
-        rank.out = Path(rank.out)
-        run_rank(rank)
+        hosts.run(run_rank)
     sys.exit(main())

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,6 @@ from gpu.layouts.answers import (
 )
 from gpu.layouts.cells import CELLS, QWEN3, Cell, make_model
 from gpu.layouts.running import Refused, device_environment, run_cell
-
-
-class TooFewGpus(Exception):
-    """This host cannot run the cell."""
 
 
 class Run:
@@ -73,9 +70,7 @@ class Run:
         scratch = self.work / name
         scratch.mkdir()
         try:
-            check_gpus(cell, self.arguments.device)
-            if name.startswith("ray"):
-                check_ray()
+            check_host(name, cell, self.arguments.device)
             limit_s = min(self.arguments.cell_seconds, self.deadline - time.monotonic())
             if limit_s < 30:
                 raise TimeoutError("no minutes left")
@@ -88,7 +83,7 @@ class Run:
             result["result"] = "ok"
         except Refused as e:
             result["result"] = f"refused: {e}"
-        except (TooFewGpus, ImportError, TimeoutError) as e:
+        except (ImportError, TimeoutError) as e:
             result["result"] = f"unverified: {e}"
         except Exception as e:
             kind = "" if isinstance(e, Failed) else f"{type(e).__name__}: "
@@ -173,23 +168,14 @@ class Run:
         return "\n".join(lines) + f"\n\nStated margin: {MARGIN}.\n"
 
 
-def check_gpus(cell: Cell, device: str) -> None:
-    """Check that this host can run the cell.
-
-    Raises:
-        TooFewGpus: it cannot.
-    """
+def check_host(name: str, cell: Cell, device: str) -> None:
+    """Raise ImportError if this host cannot run the cell."""
     import torch
 
     if device == "cuda" and (count := torch.cuda.device_count()) < cell.gpus:
-        raise TooFewGpus(f"needs {cell.gpus} GPUs, this host has {count}")
-
-
-def check_ray() -> None:
-    try:
-        import ray  # noqa: F401
-    except ImportError as e:
-        raise ImportError("no Ray on the host") from e
+        raise ImportError(f"needs {cell.gpus} GPUs, this host has {count}")
+    if name.startswith("ray") and find_spec("ray") is None:
+        raise ImportError("no Ray on the host")
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Answer:
 
 
 def save_answer(
-    scratch: Path, index: int, tokens: list[int], rows: Any, start: Any, layers: Any
+    scratch: Path, index: int, tokens: Sequence[int], rows: Any, start: Any, layers: Any
 ) -> None:
     record: dict[str, Any] = {"tokens": np.array(tokens)}
     if rows is not None:

@@ -6,28 +6,21 @@ python -m gpu.layouts.engine SPEC.json
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from gpu.layouts.answers import save_answer
 from gpu.layouts.cells import LENGTHS, asks, make_prompts
-from harness.hosts import leave
+from harness import hosts
 
 
 def run_engine(spec: dict[str, Any]) -> None:
     """Run one engine; all engines of a data parallel group run this at the same time."""
     scratch = Path(spec["scratch"])
     rank, size = spec["rank"], spec["dp"]
-    try:
-        from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams
 
-        llm = LLM(spec["model"], **spec["options"])
-    except Exception as e:
-        (scratch / f"error-{rank}.txt").write_text(f"{type(e).__name__}: {e}")
-        raise
+    llm = LLM(spec["model"], **spec["options"])
     if spec["spread"]:
         llm.collective_rpc("spread_routers", args=(spec["spread"],))
     if spec["records"]:
@@ -52,22 +45,17 @@ def run_engine(spec: dict[str, Any]) -> None:
         save_answer(
             scratch,
             i,
-            list(completion.token_ids),
+            completion.token_ids,
             completion.routed_experts,
             getattr(completion, "routed_experts_start", 0),
             getattr(completion, "moe_layers", None),
         )
-    # A rank that ends breaks the collectives of the others: wait for them.
-    (scratch / f"generated-{rank}").touch()
-    while len(list(scratch.glob("generated-*"))) < size:
-        time.sleep(0.1)
+    hosts.meet(scratch, "generated", rank, size)
     if spec["records"]:
         llm.collective_rpc("record_flush", args=(str(scratch / f"logits{rank}"),))
-    (scratch / f"done-{rank}").touch()
-    while len(list(scratch.glob("done-*"))) < size:
-        time.sleep(0.1)
-    leave(llm)
+    hosts.meet(scratch, "done", rank, size)
+    hosts.leave(llm)
 
 
 if __name__ == "__main__":
-    run_engine(json.loads(Path(sys.argv[1]).read_text()))
+    hosts.run(run_engine)

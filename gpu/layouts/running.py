@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from examples import proxy
-from examples.client import Completion, generate
+from examples.client import generate
 from gpu.layouts.answers import Failed, save_answer
 from gpu.layouts.cells import OPTIONS, Cell, asks, make_model, make_prompts
 from harness import disaggregated, hosts
-from harness.server import Answer, Server, ServerError
+from harness.server import Server, ServerError
 
 # Each is the first of 64 ports for one cell.
 PORTS = itertools.count(21000, 64)
@@ -92,19 +92,16 @@ def run_cell(
         for rank in range(cell.dp)
     ]
     with hosts.ranks("gpu.layouts.engine", specs, scratch, environment, next(PORTS)) as engines:
-        while not all((scratch / f"done-{rank}").exists() for rank in range(cell.dp)):
+        why = hosts.wait(
+            engines,
+            scratch,
+            limit_s - time.monotonic() + began,
+            look=lambda: raise_refusal(scratch),
+        )
+        if why:
             raise_refusal(scratch)
-            for error in scratch.glob("error-*.txt"):
-                causes = [engine.first_error() for engine in engines]
-                raise Failed(f"{error.read_text()} ({'; '.join(filter(None, causes))})")
-            for rank, engine in enumerate(engines):
-                if engine.poll() is not None and not (scratch / f"done-{rank}").exists():
-                    time.sleep(1)
-                    raise_refusal(scratch)
-                    raise Failed(engine.first_error() or engine.last_line() or "ended silently")
-            if time.monotonic() - began > limit_s:
-                raise Failed(f"not finished after {limit_s:.0f} s: {engines[0].last_line()}")
-            time.sleep(0.2)
+            causes = {engine.first_error() for engine in engines} - {""}
+            raise Failed("; ".join([why, *(cause for cause in causes if cause not in why)]))
 
 
 REFUSAL = re.compile(
@@ -171,15 +168,13 @@ def run_servers(
             "max_tokens": cell.tokens,
             "ignore_eos": True,
         }
-        answer: Answer | Completion
         if asks(index) and index % 2:
             (answer,) = generate(front or server.url, prompts[index], sampling, stream=True)
         else:
             sampling["return_routed_experts"] = asks(index)
             answer = server.generate(prompts[index], proxy=front, **sampling)
-        save_answer(
-            scratch, index, list(answer.token_ids), answer.rows, answer.start, answer.moe_layers
-        )
+        rows = answer.rows if len(answer.rows) else None
+        save_answer(scratch, index, answer.token_ids, rows, answer.start, answer.moe_layers)
 
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(12) as pool:
         try:

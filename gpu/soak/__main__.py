@@ -28,7 +28,6 @@ import contextlib
 import json
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +35,18 @@ from gpu.soak.engine import FAULT_SECONDS, UNFINISHED
 from gpu.soak.plot import plot
 from harness import hosts
 from harness.paired import compare
-from harness.shapes import GPT_OSS, QWEN3_30B_A3B
+from harness.shapes import GPT_OSS, model_config
 
 # How long an engine may take from its start to its first step.
 START_SECONDS = 240.0
 
-# To test the program without a GPU.
-TINY = {
-    "head_dim": 64,
-    "hidden_size": 256,
-    "moe_intermediate_size": 64,
-    "num_attention_heads": 4,
-    "vocab_size": 1024,
-}
-
 
 def shape(model: str, layers: int) -> dict[str, Any]:
-    if model != "gptoss":
-        small = TINY if model == "tiny" else {}
-        return {**QWEN3_30B_A3B, **small, "num_hidden_layers": layers}
-    kinds = ["sliding_attention", "full_attention"] * layers
-    return {**GPT_OSS, "num_hidden_layers": layers, "layer_types": kinds[:layers]}
+    if model == "gptoss":
+        kinds = ["sliding_attention", "full_attention"] * layers
+        return {**GPT_OSS, "num_hidden_layers": layers, "layer_types": kinds[:layers]}
+    # Tiny: to test the program without a GPU.
+    return model_config("tiny" if model == "tiny" else "qwen3-30b-a3b", layers)
 
 
 def layout(gpus: int, tp: int) -> str:
@@ -115,7 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
         limit_s = START_SECONDS + 60 * arguments.minutes + 60 + 2 * FAULT_SECONDS
         if arguments.limit_minutes:
             limit_s = 60 * arguments.limit_minutes
-        began = time.monotonic()
         specs = [
             {
                 "model": scratch / "model",
@@ -132,26 +121,20 @@ def run(arguments: argparse.Namespace) -> int:
             for rank in range(count)
         ]
         with hosts.ranks("gpu.soak.engine", specs, scratch, variables, arguments.port) as engines:
-            end = ""
-            while not end:
-                time.sleep(2.0)
-                if len(list(scratch.glob("done-*"))) == count:
-                    end = "finished"
-                elif any(e.poll() is not None for e in engines):
-                    end = "an engine ended: " + next(
-                        e.first_error() or e.last_line() for e in engines if e.poll() is not None
-                    )
-                elif time.monotonic() - began > limit_s:
-                    end = f"ended after {limit_s:.0f} s, the limit: {engines[0].last_line()}"
-                record["end"] = end or "running"
+            file = arguments.out / f"{name}.json"
+
+            def look() -> None:
                 collect(record, scratch, count)
-                for rank in range(count if end else 0):
-                    with contextlib.suppress(OSError):
-                        stacks = scratch / f"stacks-{rank}.txt"
-                        shutil.copy(stacks, arguments.out / f"{name}-{stacks.name}")
-                if end and end != "finished":
-                    record["logs"] = [engine.tail(80) for engine in engines]
-                (arguments.out / f"{name}.json").write_text(json.dumps(record) + "\n")
+                file.write_text(json.dumps(record) + "\n")
+
+            record["end"] = "running"
+            why = hosts.wait(engines, scratch, limit_s, look=look, every_s=2.0)
+            if why:
+                record["logs"] = [engine.tail(80) for engine in engines]
+            record["end"] = why or "finished"
+            look()
+        for stacks in scratch.glob("stacks-*.txt"):
+            shutil.copy(stacks, arguments.out / f"{name}-{stacks.name}")
     report = {k: v for k, v in record.items() if k not in ("ranks", "logs")}
     print(json.dumps({**report, "summary": [r["summary"] for r in record["ranks"]]}, indent=1))
     if "logs" in record:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.soak import stacks
-from harness.hosts import leave
+from harness import hosts
 
 UNFINISHED = 96
 WAVE = 64
@@ -154,10 +154,7 @@ def stacks_file(spec: dict[str, Any]) -> Path:
 
 
 def meet(scratch: Path, name: str, spec: dict[str, Any]) -> None:
-    """Wait until every rank is here."""
-    (scratch / f"{name}-{spec['rank']}").touch()
-    while len(list(scratch.glob(f"{name}-*"))) < spec["ranks"]:
-        time.sleep(0.02)
+    hosts.meet(scratch, name, spec["rank"], spec["ranks"])
 
 
 def go_on(scratch: Path, number: int, spec: dict[str, Any], wants: bool) -> bool:
@@ -288,12 +285,11 @@ def run_engine(spec: dict[str, Any]) -> None:
     summary["without_all_rows"] = load.bad
     (scratch / f"summary-{rank}.json").write_text(json.dumps(summary))
     meet(scratch, "done", spec)
-    leave(llm)
+    hosts.leave(llm)
 
 
 # vLLM's processes are spawned, and import this module, or inherit what it did.
 if __name__ in ("__main__", "__mp_main__"):
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    stacks.register(stacks_file(spec))
+    stacks.register(stacks_file(json.loads(Path(sys.argv[1]).read_text())))
     if __name__ == "__main__":
-        run_engine(spec)
+        hosts.run(run_engine)

@@ -48,7 +48,6 @@ def test_engines_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             return ""
 
     monkeypatch.setattr("harness.hosts.Kept", Ended)
-    monkeypatch.setattr(soak.time, "sleep", lambda seconds: None)
     argv = ["soak", "run", "--build-label", "x", "--gpus", "4", "--tp", "2"]
     monkeypatch.setattr("sys.argv", [*argv, "--out", str(tmp_path)])
     assert soak.main() == 1

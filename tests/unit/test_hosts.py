@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a group are waited for, with stand-ins for their processes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from harness import hosts
+
+
+class Rank:
+    def __init__(self, ended: bool = False, error: str = "") -> None:
+        self.ended, self.error = ended, error
+
+    def poll(self) -> int | None:
+        return 1 if self.ended else None
+
+    def first_error(self) -> str:
+        return self.error
+
+    def last_line(self) -> str:
+        return "the last line"
+
+
+def wait(folder: Path, *ranks: Any, limit_s: float = 600.0) -> str:
+    return hosts.wait(ranks, folder, limit_s, every_s=0.01)
+
+
+def test_ranks_that_have_met_may_end(tmp_path: Path) -> None:
+    meetings = [
+        threading.Thread(target=hosts.meet, args=(tmp_path, "done", rank, 2)) for rank in range(2)
+    ]
+    for meeting in meetings:
+        meeting.start()
+    assert wait(tmp_path, Rank(), Rank()) == ""
+    for meeting in meetings:
+        meeting.join()
+    assert wait(tmp_path, Rank(ended=True), Rank()) == ""
+
+
+def test_rank_that_ends_before_is_told_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "done-0").touch()
+    why = wait(tmp_path, Rank(ended=True), Rank(ended=True, error="ValueError: no"))
+    assert why == "an engine ended: ValueError: no"
+
+
+def test_time_that_is_up_is_told(tmp_path: Path) -> None:
+    assert wait(tmp_path, Rank(), limit_s=0.0) == "not finished after 0 s: the last line"
