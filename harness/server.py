@@ -17,12 +17,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from examples import client
-from examples.client import Rows
+from examples.client import Completion, Rows
 from harness.lines import FIRST, LINES
 from harness.process import Kept, free_port
 
@@ -40,28 +41,12 @@ ARGUMENTS: tuple[str, ...] = (
 )
 
 
+# Of an answer without `routed_experts`.
+NO_ROWS: Rows = np.empty((0, 0, 0), np.uint8)
+
+
 class ServerError(Exception):
     """The server could not do what was asked; the text is for the user."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One choice of `/inference/v1/generate`, for P prompt tokens and O returned ones.
-
-    Attributes:
-        prompt: P ids, as sent.
-        token_ids: O ids, as returned.
-        rows: (P + O - 1 - start, L, K) uint8 or uint16, the experts of positions `start` to
-            P + O - 2 at every decoder layer. None when the server sent none.
-        start: position of the first row.
-        moe_layers: the decoder layers that route. None where the answer need not state them.
-    """
-
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    rows: Rows | None
-    start: int
-    moe_layers: tuple[int, ...] | None
 
 
 class Server(Kept):
@@ -118,7 +103,7 @@ class Server(Kept):
         states_place: bool = True,
         proxy: str | None = None,
         **sampling: Any,
-    ) -> Answer:
+    ) -> Completion:
         """Complete one prompt by `/inference/v1/generate`.
 
         Args:
@@ -207,8 +192,8 @@ class Server(Kept):
 
 def read_answer(
     prompt: Sequence[int], reply: Mapping[str, Any], *, states_place: bool = True
-) -> Answer:
-    """Read a reply of `/inference/v1/generate`, rows included if there are any.
+) -> Completion:
+    """Read the choice of a reply of `/inference/v1/generate`.
 
     Args:
         prompt: P ids, as sent.
@@ -216,24 +201,24 @@ def read_answer(
         states_place: whether it must state the position of the first row and the MoE layers.
             Releases without a series do not; their rows begin at position 0.
 
+    Returns:
+        With `NO_ROWS` if the reply has none; then `moe_layers` is empty, as without `states_place`.
+
     Raises:
         ServerError: fields are missing or have another form.
     """
     try:
         choice = reply["choices"][0]
-        token_ids = tuple(int(t) for t in choice["token_ids"])
-        if choice.get("routed_experts") is None:
-            return Answer(tuple(prompt), token_ids, None, 0, ())
-        if states_place:
-            (c,) = client.join(prompt, [reply])
-            return Answer(c.prompt, c.token_ids, c.rows, c.start, c.moe_layers)
-        rows = client.decode_rows(choice["routed_experts"])
+        token_ids, sent = tuple(int(t) for t in choice["token_ids"]), choice.get("routed_experts")
+        if sent is not None and states_place:
+            return client.join(prompt, [reply])[0]
+        rows = NO_ROWS if sent is None else client.decode_rows(sent)
     except (KeyError, IndexError, TypeError, ValueError) as e:
         raise ServerError(f"the answer cannot be read: {type(e).__name__}: {e}") from e
     wanted = len(prompt) + len(token_ids) - 1
-    if len(rows) != wanted:
+    if sent is not None and len(rows) != wanted:
         raise ServerError(f"the answer has {len(rows)} rows; its tokens make {wanted}")
-    return Answer(tuple(prompt), token_ids, rows, 0, None)
+    return Completion(tuple(prompt), token_ids, (), rows, start=0, moe_layers=())
 
 
 # Never use a proxy of the environment for loopback.

@@ -25,12 +25,11 @@ from tokenizers import Tokenizer
 from demos import program
 from demos.program import Failure, Waiting
 from demos.rows import report
-from examples.client import Rows
+from examples.client import Completion, Rows
 from harness import text
 from harness.lines import FIRST, LINES
 from harness.oracle import Comparison, Oracle, compare
 from harness.process import Kept
-from harness.server import Answer
 
 CHUNK = 64  # tokens per engine step: longer prompts are prefilled in pieces
 MOST_TOLD = 5  # disagreements named one by one
@@ -59,7 +58,7 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
         # Loading transformers takes seconds: use those in which the server starts.
         loading = background.submit(Oracle, checkpoint)
         answers = _ask(args, checkpoint, prompts, env, console)
-        rows = [answer.rows for answer in answers if answer.rows is not None]
+        rows = [answer.rows for answer in answers if len(answer.rows)]
         if len(rows) < len(answers):
             reason = "the answer has no routed_experts field"
             if args.pristine:
@@ -111,7 +110,7 @@ def _ask(
     prompts: Sequence[text.Prompt],
     env: dict[str, str],
     console: Console,
-) -> list[Answer]:
+) -> list[Completion]:
     """Start a server, send it the prompts wave by wave, and stop it. Returns answers in order."""
     arguments = [
         "--enable-return-routed-experts",
@@ -121,7 +120,7 @@ def _ask(
         *(["--enforce-eager"] if args.eager else []),
     ]
     log = args.out / "server.log"
-    answers: dict[str, Answer] = {}
+    answers: dict[str, Completion] = {}
     with program.serving(console, checkpoint, log, arguments, env, args.on) as server:
         began = time.monotonic()
         with console.status("asking"), ThreadPoolExecutor(8) as senders:
@@ -175,13 +174,13 @@ def _look_offline(checkpoint: Path, out: Path, env: dict[str, str], console: Con
     return f"offline LLM.generate returns only zero rows ({what}, all 0)"
 
 
-def _check(prompt: text.Prompt, answer: Answer, rows: Rows, oracle: Oracle) -> Comparison:
+def _check(prompt: text.Prompt, answer: Completion, rows: Rows, oracle: Oracle) -> Comparison:
     """Compare one answer's rows with the oracle's route through the same tokens."""
     if answer.start != 0:
         raise Failure(f"prompt {prompt.name!r}: rows start at {answer.start}, 0 was asked for")
     if answer.moe_layers != oracle.layers:
         raise Failure(
-            f"prompt {prompt.name!r}: moe_layers is {list(answer.moe_layers or ())}, "
+            f"prompt {prompt.name!r}: moe_layers is {list(answer.moe_layers)}, "
             f"transformers has routers in {list(oracle.layers)}"
         )
     if rows.shape[-1] != oracle.top_k or len(answer.token_ids) != prompt.max_tokens:

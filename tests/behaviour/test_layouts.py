@@ -20,9 +20,10 @@ import psutil
 import pytest
 
 from examples import client
+from examples.client import Completion
 from harness import oracle
 from harness.process import Kept, free_port
-from harness.server import ARGUMENTS, Answer, Server
+from harness.server import ARGUMENTS, NO_ROWS, Server
 from tests.behaviour.conftest import (
     CHUNK,
     as_prompts,
@@ -86,37 +87,37 @@ def serving(model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES) ->
     )
 
 
-def generate(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
+def generate(llm: LLM, prompts: list[list[int]]) -> list[Completion]:
     """Of all prompts at once; the silent one has no rows."""
     each = [{"return_routed_experts": index != SILENT} for index in range(len(prompts))]
     outputs = ask(llm, *prompts, each=each, max_tokens=MAX_TOKENS)
     return [
-        Answer(
-            tuple(prompt),
-            tuple(c.token_ids),
-            c.routed_experts,
-            c.routed_experts_start or 0,
-            c.moe_layers or (),
+        Completion(
+            prompt=tuple(prompt),
+            token_ids=tuple(c.token_ids),
+            logprobs=(),
+            rows=NO_ROWS if c.routed_experts is None else c.routed_experts,
+            start=c.routed_experts_start or 0,
+            moe_layers=c.moe_layers or (),
         )
         for prompt, c in zip(prompts, (o.outputs[0] for o in outputs), strict=True)
     ]
 
 
-def ask_all(server: Server) -> list[Answer]:
+def ask_all(server: Server) -> list[Completion]:
     """All prompts at once, and then again from the prefix cache."""
 
-    def complete(prompt: list[int]) -> Answer:
+    def complete(prompt: list[int]) -> Completion:
         return server.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         return [*pool.map(complete, PROMPTS), *pool.map(complete, PROMPTS)]
 
 
-def assert_same_as_one_process(one_engine: LLM, model: Path, answers: list[Answer]) -> None:
+def assert_same_as_one_process(one_engine: LLM, model: Path, answers: list[Completion]) -> None:
     total = oracle.Comparison()
     for answer in answers:
         tokens = [*answer.prompt, *answer.token_ids]
-        assert answer.rows is not None
         assert answer.start == 0
         assert answer.moe_layers == (0, 2, 3)
         assert len(answer.rows) == len(tokens) - 1
@@ -127,10 +128,10 @@ def assert_same_as_one_process(one_engine: LLM, model: Path, answers: list[Answe
     assert total.ties <= 2 + total.decisions // 1000
 
 
-def asking(answers: list[Answer]) -> list[Answer]:
+def asking(answers: list[Completion]) -> list[Completion]:
     """Without those of the silent prompt, which must have no rows."""
     silent = answers[SILENT :: len(PROMPTS)]
-    assert [answer.rows for answer in silent] == [None] * len(silent)
+    assert not any(len(answer.rows) for answer in silent)
     return [a for i, a in enumerate(answers) if i % len(PROMPTS) != SILENT]
 
 
@@ -220,8 +221,7 @@ def test_client_that_reads_slowly_gets_all_its_rows(
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     (slow,) = client.join(PROMPTS[3], chunks)
     assert len(slow.token_ids) == 300
-    answer = Answer(slow.prompt, slow.token_ids, slow.rows, slow.start, slow.moe_layers)
-    assert_same_as_one_process(one_engine, model, [answer, *others])
+    assert_same_as_one_process(one_engine, model, [slow, *others])
 
 
 @contextmanager

@@ -18,8 +18,8 @@ import transformers
 
 from demos.replay import mismatch
 from examples import client
-from examples.client import decode_rows
-from harness.server import Answer, Server
+from examples.client import Completion, decode_rows
+from harness.server import Server
 from tests.behaviour.conftest import CHUNK, assert_rows, random_prompt
 
 MESSAGES = [{"role": "user", "content": "abc"}]
@@ -33,8 +33,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
-def assert_true_answer(model: Path, answer: Answer) -> None:
-    assert answer.rows is not None
+def assert_true_answer(model: Path, answer: Completion) -> None:
     assert_rows(model, [*answer.prompt, *answer.token_ids], answer.rows, answer.start)
 
 
@@ -67,15 +66,14 @@ def test_chunks_of_a_stream_carry_the_rows_of_their_tokens(server: Server, model
         token_ids += chunk["token_ids"]
         rows.append(decode_rows(chunk["routed_experts"]))
         assert sum(map(len, rows)) == len(prompt) + len(token_ids) - 1
-    answer = Answer(tuple(prompt), tuple(token_ids), np.concatenate(rows), 0, (0, 2, 3))
-    assert_true_answer(model, answer)
+    assert_rows(model, [*prompt, *token_ids], np.concatenate(rows))
 
 
 def test_concurrent_requests_have_their_own_rows(server: Server, model: Path) -> None:
     rng = np.random.default_rng(4)
     lengths = [(int(p), int(o)) for p, o in rng.integers(1, (150, 20), size=(24, 2))]
 
-    def ask(index: int) -> Answer:
+    def ask(index: int) -> Completion:
         prompt_len, max_tokens = lengths[index]
         prompt = random_prompt(100 + index, prompt_len)
         return server.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
@@ -150,7 +148,7 @@ def test_trainer_client_gets_true_rows_and_logprobs(
     )
     assert len(completions) == 3
     for c in completions:
-        assert_true_answer(model, Answer(c.prompt, c.token_ids, c.rows, c.start, c.moe_layers))
+        assert_true_answer(model, c)
         assert c.start == 10
         assert c.finish_reason == "length"
     trainer = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

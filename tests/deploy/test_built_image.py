@@ -289,7 +289,6 @@ def test_rows_over_http_are_the_oracles(image: Image, server: Server) -> None:
             )
         for answer in answers:
             routes = oracle.route(checkpoint, answer.prompt + answer.token_ids)
-            assert answer.rows is not None
             assert answer.start == 0
             total += oracle.compare(answer.rows, routes)
     assert total.agree == total.rows > 1000, total.disagreements[0]
@@ -300,7 +299,7 @@ def test_rows_over_http_are_the_oracles(image: Image, server: Server) -> None:
 
 @CPU
 def test_silent_request_has_no_rows(server: Server) -> None:
-    assert server.generate([5, 6, 7], max_tokens=3).rows is None
+    assert not len(server.generate([5, 6, 7], max_tokens=3).rows)
 
 
 @CPU
