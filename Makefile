@@ -151,7 +151,7 @@ fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile on
 
 .PHONY: stress-eplb
 stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules of real threads, without a GPU
-	@exec $(PY) -m tests.eplb.stress
+	@exec $(PY) -m checks.eplb
 
 .PHONY: clients
 clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of verl, ms-swift, SkyRL, verifiers and megatron-core
@@ -176,7 +176,7 @@ layouts: $(LOCKED) #> Every parallel layout of GPUS=2, 4 or 8 on this host: rows
 
 .PHONY: mutants
 mutants: $(INSTALLED) #> Break the scheduler-side code in named ways: the property test must notice each
-	@exec $(PY) -m tests.property.mutants --on $(LINE) --out $(RECORDS)/mutants.md
+	@exec $(PY) -m checks.mutants --on $(LINE) --out $(RECORDS)/mutants.md
 
 .PHONY: upstream-tests
 upstream-tests: $(INSTALLED) $(PRISTINE) #> vLLM's own tests with and without the series: only what it touches may differ

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make demo` shows, and that it can fail."""
+"""What `make demo` and `make replay` show, and that the demo can fail."""
 
 from __future__ import annotations
 
@@ -64,3 +64,12 @@ def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kern
     agreeing, rows = count_agreeing(done)
     assert agreeing == rows - 1
     assert "disagree" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_replay_passes_and_draws(tmp_path: Path) -> None:
+    done = run_demo("replay", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6,144 sampled tokens" in done.stdout
+    assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")
+    assert "times nearer" in (tmp_path / "record.md").read_text()

@@ -22,9 +22,9 @@ import pytest
 from harness.process import Kept, free_port
 from harness.server import Server, ServerError
 from tests.behaviour.conftest import CHUNK, running
-from tests.behaviour.test_executors import make_output
 from tests.behaviour.test_layouts import ask_all, assert_same_as_one_process
 from tests.real import PROJECT
+from tests.unit.test_executors import make_output
 
 if TYPE_CHECKING:
     from vllm import LLM

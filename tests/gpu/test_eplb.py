@@ -2,7 +2,7 @@
 """Asynchronous EPLB on one GPU, with delayed streams and events.
 
 One rank cannot exchange experts with another, but moves them through the same buffer: every
-rebalance is a random permutation of all experts of all layers. `tests/eplb/stress.py` covers the
+rebalance is a random permutation of all experts of all layers. `checks/eplb.py` covers the
 schedules of several ranks, `python -m gpu.eplb` whole engines.
 """
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from tests.eplb import stress
+from checks import eplb
 
 
 def test_schedules_do_no_harm() -> None:
-    assert stress.main(["--schedules", "60"]) == 0
+    assert eplb.main(["--schedules", "60"]) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A named break of the code under test (`mutants.py`)."""
+"""A named break of the code under test (`python -m checks.mutants`)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tests.property.mutant import Mutant
+from checks.mutants import Mutant
 
 CONFIG = "config/aux_output.py"
 CONNECTOR = "distributed/aux_output_connector/connector.py"

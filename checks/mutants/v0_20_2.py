@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of the line v0.20.2, whose property test is `tests/property/test_scheduling.py`."""
+
+from __future__ import annotations
+
+from checks.mutants import Mutant
+
+MANAGER = "v1/core/routed_experts.py"
+CACHE = "v1/core/routed_experts_prefix_cache.py"
+KV_TRANSFER = "v1/core/routed_experts_kv_transfer.py"
+ROWS = "v1/core/routed_experts_rows.py"
+SCHEDULER = "v1/core/sched/scheduler.py"
+
+MUTANTS = [
+    Mutant(
+        "finality off by one",
+        MANAGER,
+        "        return request.num_tokens - 1\n",
+        "        return request.num_tokens\n",
+    ),
+    Mutant(
+        "handed out rows sent again",
+        MANAGER,
+        "        self.rows.start[slots] = ends\n",
+        "",
+    ),
+    Mutant(
+        "rows sent again after a preemption",
+        MANAGER,
+        "            start = max(start, request.num_tokens - 1)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "rows of received tokens sent",
+        MANAGER,
+        "        return max(start, min(num_received, num_computed))\n",
+        "        return start\n",
+    ),
+    Mutant(
+        "slot looked up when its step is processed",
+        MANAGER,
+        "StepInFlight(self.step, self.slots.copy(), [])",
+        "StepInFlight(self.step, self.slots, [])",
+    ),
+    Mutant(
+        "slot given away while a step writes to it",
+        MANAGER,
+        "            self.steps_in_flight[-1].retired_slots.append(slot)\n",
+        "            self._free_slot(slot)\n",
+    ),
+    Mutant(
+        "slot kept after a preemption",
+        MANAGER,
+        "] = False\n        self._release_slot(request.request_id)\n",
+        "] = False\n",
+    ),
+    Mutant(
+        "blocks of a preempted request counted on",
+        MANAGER,
+        "            self.rows.is_usable[block.block_id] = False\n        self._release",
+        "            pass\n        self._release",
+    ),
+    Mutant(
+        "new blocks of a request not noted",
+        MANAGER,
+        "                self.rows.add_blocks(slot, block_ids[self.group_id])\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "rows lost when their block leaves the window",
+        MANAGER,
+        "            if self._frees_early:\n",
+        "            if False:\n",
+        setups="window",
+    ),
+    Mutant(
+        "client without rows treated like others",
+        MANAGER,
+        "        if len(slots) == 0:\n            return\n",
+        "",
+    ),
+    Mutant(
+        "rows of others kept in the step",
+        MANAGER,
+        "            rows = rows[spans(slots, offsets, counts)[1]]\n",
+        "            rows = rows[: counts.sum()]\n",
+    ),
+    Mutant(
+        "cap removed",
+        CACHE,
+        "        return max(start, (start // size + int(unusable[0])) * size)\n",
+        "        return num_cached_tokens\n",
+    ),
+    Mutant(
+        "block without rows given out first",
+        CACHE,
+        ") is not None and not rows.is_usable[first.block_id]:",
+        ") is None:",
+    ),
+    Mutant(
+        "rows of received blocks expected",
+        CACHE,
+        "key is None or index * rows.block_size < num_received",
+        "key is None",
+    ),
+    Mutant(
+        "marks survive a reset",
+        CACHE,
+        "        self._rows.is_usable[:] = False\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "marks survive an eviction",
+        CACHE,
+        "            self._rows.is_usable[block.block_id] = False\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "external KV taken unasked",
+        KV_TRANSFER,
+        "        takes_kv = asks or not returns_rows\n",
+        "        takes_kv = True\n",
+    ),
+    Mutant(
+        "steps in flight count after a failed load",
+        KV_TRANSFER,
+        "            manager.discard_steps_in_flight(request.request_id, slot)\n",
+        "",
+    ),
+    Mutant(
+        "slot keeps the position of another request",
+        ROWS,
+        "        self.start[slot] = start\n",
+        "        self.start[slot] = max(start, self.start[slot])\n",
+    ),
+    Mutant(
+        "rows of a block always on their way",
+        ROWS,
+        "            self.is_pending[blocks[full]] = False\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "first rows of a shared block left out",
+        ROWS,
+        "        np.minimum.at(part_begins, parts, begins)\n",
+        "        part_begins[:] = begins[chosen]\n",
+    ),
+    Mutant(
+        "slice goes on in another array",
+        ROWS,
+        "        follows &= ~np.isin(offsets[1:], cuts)\n",
+        "",
+    ),
+    Mutant(
+        "steps before a resumption count",
+        SCHEDULER,
+        "if scheduler_output.step < request.first_valid_step:",
+        "if False:",
+    ),
+    Mutant(
+        "finished request not freed",
+        SCHEDULER,
+        "            self.routed_experts.free(request)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "blocks behind a failed load used",
+        SCHEDULER,
+        "if not (block_id in invalid_block_ids or block_id in blocks_to_evict):",
+        "if block_id not in invalid_block_ids:",
+        setups="failed",
+        examples=(1500, 6000),
+    ),
+]

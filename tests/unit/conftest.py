@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Without engines."""
+
+from tests.behaviour.conftest import checkpoint
+
+__all__ = ["checkpoint"]
