@@ -175,6 +175,6 @@ def markdown() -> str:
         ways = ", ".join(WAYS[way] for way in endpoint.ways)
         results = " | ".join(endpoint.lines[line] for line in (FIRST, SECOND))
         lines.append(f"| {endpoint.name} | {ways} | {results} |")
-    for name, ways, results in OTHERS:
-        lines.append(f"| {name} | {ways} | {results[FIRST]} | {results[SECOND]} |")
+    for name, ways, by_line in OTHERS:
+        lines.append(f"| {name} | {ways} | {by_line[FIRST]} | {by_line[SECOND]} |")
     return "\n".join(lines) + "\n"

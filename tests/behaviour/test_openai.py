@@ -202,7 +202,7 @@ def test_rows_start_where_asked(
     is_chat: bool,
     is_stream: bool,
 ) -> None:
-    asks = {"return_routed_experts": True, "routed_experts_prompt_start": 7}
+    asks: dict[str, Any] = {"return_routed_experts": True, "routed_experts_prompt_start": 7}
     body = {"return_token_ids": True, **(asks if above else {"vllm_xargs": asks})}
     send: Any = chat if is_chat else complete
     prompt: Any = words(13, 9) if is_chat else random_prompt(13, 30)

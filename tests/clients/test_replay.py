@@ -11,7 +11,7 @@ import torch
 
 from demos.replay import trainers
 from demos.replay.__main__ import PROGRAMS, run_trainer
-from demos.replay.mismatch import read_gradients
+from demos.replay.mismatch import BATCH, read_gradients
 from demos.replay.report import MAX_GRADIENTS
 from demos.replay.trainers import Trained
 from examples.client import Completion
@@ -76,7 +76,7 @@ def test_run_without_replay_has_the_models_gradients_where_it_is_given_its_own_r
     folder: Path,
 ) -> None:
     model = trainers.load(folder / trainers.CHECKPOINT, torch.float32)
-    batch = trainers.read(folder, "completions")[: trainers.BATCH]
+    batch = trainers.read(folder, "completions")[:BATCH]
     found = trainers.wanted_gradients(model, batch)
     trainers.backward(model, batch)
     for name, gradient in read_gradients(model).items():

@@ -53,13 +53,13 @@ async def replay_one(turns: list[Turn], choice: int) -> tuple[list[int], Any]:
             num_preempted=0,
         )
 
+    replica = SimpleNamespace(generate=remote(answer))
     balancer = SimpleNamespace(
         require_acquire_fields=remote(list),
         require_release_fields=remote(list),
         acquire_server=remote(lambda request_id: ("server", replica)),
         release_server=SimpleNamespace(remote=lambda server_id: None),
     )
-    replica = SimpleNamespace(generate=remote(answer))
     client = FullyAsyncLLMServerClient(CONFIG, balancer)
     first = turns[0].prompt
     # The agent loop: the rows of the last turn are those of all turns (tool_agent_loop.py). The

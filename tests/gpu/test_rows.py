@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from harness.checkpoint import make_checkpoint  # noqa: E402
-from harness.shapes import GPT_OSS  # noqa: E402
+from harness.checkpoint import make_checkpoint
+from harness.shapes import GPT_OSS
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

@@ -19,7 +19,7 @@ import transformers
 from demos.replay import mismatch, report
 from examples.client import Completion
 from examples.replay import OWN, ReplayError, pad_routes, replay
-from harness.checkpoint import FAMILIES
+from harness.families import FAMILIES
 from harness.oracle import route
 from tests.unit.test_client import LAYERS, TOP_K, make_choice, make_rows, read
 
