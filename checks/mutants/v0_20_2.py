@@ -15,13 +15,13 @@ MUTANTS = [
     Mutant(
         "finality off by one",
         MANAGER,
-        "        return request.num_tokens - 1\n",
-        "        return request.num_tokens\n",
+        "        final = rows.request.num_tokens - 1\n",
+        "        final = rows.request.num_tokens\n",
     ),
     Mutant(
         "handed out rows sent again",
         MANAGER,
-        "        self.rows.start[slots] = ends\n",
+        "            rows.start = end\n",
         "",
     ),
     Mutant(
@@ -37,21 +37,15 @@ MUTANTS = [
         "        return start\n",
     ),
     Mutant(
-        "slot looked up when its step is processed",
+        "request looked up when its step is processed",
         MANAGER,
-        "StepInFlight(self.step, self.slots.copy(), [])",
-        "StepInFlight(self.step, self.slots, [])",
+        "StepInFlight(self.step, self.requests.copy())",
+        "StepInFlight(self.step, self.requests)",
     ),
     Mutant(
-        "slot given away while a step writes to it",
+        "blocks kept after a preemption",
         MANAGER,
-        "            self.steps_in_flight[-1].retired_slots.append(slot)\n",
-        "            self._free_slot(slot)\n",
-    ),
-    Mutant(
-        "slot kept after a preemption",
-        MANAGER,
-        "] = False\n        self._release_slot(request.request_id)\n",
+        "] = False\n        self._release(request.request_id)\n",
         "] = False\n",
     ),
     Mutant(
@@ -63,7 +57,7 @@ MUTANTS = [
     Mutant(
         "new blocks of a request not noted",
         MANAGER,
-        "                self.rows.add_blocks(slot, block_ids[self.group_id])\n",
+        "                rows.block_ids += block_ids[self.group_id]\n",
         "                pass\n",
     ),
     Mutant(
@@ -76,14 +70,14 @@ MUTANTS = [
     Mutant(
         "client without rows treated like others",
         MANAGER,
-        "        if len(slots) == 0:\n            return\n",
+        "        if not requests:\n            return\n",
         "",
     ),
     Mutant(
         "rows of others kept in the step",
-        MANAGER,
-        "            rows = rows[spans(slots, offsets, counts)[1]]\n",
-        "            rows = rows[: counts.sum()]\n",
+        ROWS,
+        "            rows = rows[is_kept.repeat(counts)]\n",
+        "            rows = rows[: np.compress(is_kept, counts).sum()]\n",
     ),
     Mutant(
         "cap removed",
@@ -124,19 +118,19 @@ MUTANTS = [
     Mutant(
         "steps in flight count after a failed load",
         KV_TRANSFER,
-        "            manager.discard_steps_in_flight(request.request_id, slot)\n",
+        "            manager.discard_steps_in_flight(rows.request.request_id, rows)\n",
         "",
     ),
     Mutant(
-        "slot keeps the position of another request",
+        "only the first block of a request noted",
         ROWS,
-        "        self.start[slot] = start\n",
-        "        self.start[slot] = max(start, self.start[slot])\n",
+        "RequestRows(request, block_ids.copy(), ",
+        "RequestRows(request, block_ids[:1], ",
     ),
     Mutant(
         "rows of a block always on their way",
         ROWS,
-        "            self.is_pending[blocks[full]] = False\n",
+        "            self.is_pending[full] = False\n",
         "            pass\n",
     ),
     Mutant(

@@ -73,7 +73,7 @@ def test_preempted_requests_have_true_rows(model: Path, monkeypatch: pytest.Monk
         )
         prompts = [random_prompt(400 + i, 3 * BLOCK) for i in range(8)]
         outputs = ask(small, *prompts, max_tokens=5 * BLOCK)
-        assert not scheduler.routed_experts.slots
+        assert not scheduler.routed_experts.requests
     assert preempted
     assert_all_true(model, outputs)
 

@@ -163,7 +163,7 @@ def test_received_prefix_serves_a_longer_prompt_later(llm: LLM, model: Path) -> 
         outputs = generate(llm, longer, ways=[ASKS])
         assert outputs[0].num_cached_tokens == cached
         assert_all_true(model, outputs)
-    assert not scheduler_of(llm).routed_experts.slots
+    assert not scheduler_of(llm).routed_experts.requests
 
 
 @pytest.mark.parametrize("llm", [CACHING[0], WITHOUT], indirect=True)

@@ -140,7 +140,7 @@ def test_rows_of_two_workers_are_those_of_one(
 ) -> None:
     # The second time from the prefix cache.
     answers = [*generate(two_workers, PROMPTS), *generate(two_workers, PROMPTS)]
-    assert not scheduler_of(two_workers).routed_experts.slots
+    assert not scheduler_of(two_workers).routed_experts.requests
     assert_same_as_one_process(one_engine, model, asking(answers))
 
 

@@ -108,5 +108,5 @@ def test_beam_search_goes_without_rows(model: Path) -> None:
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         (output,) = engine.beam_search(as_prompts(PROMPTS[0]), params)
         assert len(output.sequences) == 2
-        assert not manager.slots
+        assert not manager.requests
         assert not manager.rows.is_usable.any()

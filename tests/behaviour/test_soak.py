@@ -45,7 +45,7 @@ class State:
         return int(self.manager.rows.is_usable.sum())
 
     def assert_nothing_is_left(self) -> None:
-        assert not self.manager.slots
+        assert not self.manager.requests
         assert not self.manager.steps_in_flight
         blocks = self.block_pool.blocks
         usable = self.manager.rows.is_usable.nonzero()[0].tolist()

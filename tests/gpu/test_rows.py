@@ -240,7 +240,7 @@ def test_graphs_and_asynchronous_scheduling(start: Callable[..., LLM], tap: Tap)
         second[0].outputs[0].routed_experts[:500], first[0].outputs[0].routed_experts[:500]
     )
     tap.take()
-    assert not llm.llm_engine.engine_core.engine_core.scheduler.routed_experts.slots
+    assert not llm.llm_engine.engine_core.engine_core.scheduler.routed_experts.requests
 
 
 def test_eager_and_synchronous_scheduling(start: Callable[..., LLM], tap: Tap) -> None:

@@ -390,7 +390,7 @@ class Engine:
             assert packed.moe_layers == MOE_LAYERS
             all_rows = np.concatenate(packed.rows)
             begins = np.cumsum([0, *map(len, packed.rows)])
-            for index, start, offset, num_rows in packed.slices.T.tolist():
+            for index, start, offset, num_rows in packed.slices:
                 req_id = client.outputs[index].request_id
                 rows = all_rows[offset : offset + num_rows]
                 assert len(rows) == num_rows
@@ -458,11 +458,9 @@ class Engine:
                 received = np.concatenate([rows[:0], *front_end.rows[req_id]])
                 np.testing.assert_array_equal(received, rows)
             self.check_cached_blocks(request)
-        assert not self.manager.slots
+        assert not self.manager.requests
         assert not self.manager.num_received
         assert not self.manager.steps_in_flight
-        assert not self.manager.rows.held
-        assert sorted(self.manager._free_slots) == list(range(self.manager.rows.num_slots))
 
     def check_cached_blocks(self, request: Request) -> None:
         """Every cached block of the request that others may use has the rows of its tokens."""

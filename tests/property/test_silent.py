@@ -64,7 +64,7 @@ def test_nothing_is_kept_or_allocated(engine: Engine) -> None:
         tracemalloc.stop()
     grown = [s for s in after.compare_to(before, "lineno") if s.size_diff > 128]
     assert grown == []
-    assert not engine.manager.slots
+    assert not engine.manager.requests
     assert not engine.manager.steps_in_flight
     assert not engine.manager.rows.is_usable.any()
     assert engine.manager.take_stats() is None
