@@ -179,14 +179,14 @@ class Capturer:
 
     def __init__(self, layers: int, batch: int, snapshot: Callable[..., torch.Tensor]) -> None:
         from vllm.model_executor.layers.fused_moe import (
-            routed_experts_capturer,
+            routed_experts_capture,
             routed_experts_pipeline,
         )
 
         # The only pipeline stage.
         stage: Any = SimpleNamespace(is_first_rank=True)
         routed_experts_pipeline.get_pp_group = lambda: stage
-        self._capturer: Any = routed_experts_capturer.RoutedExpertsCapturer(
+        self._capturer: Any = routed_experts_capture.RoutedExpertsCapturer(
             layers, 128, TOP_K, EXPERTS, tuple(range(layers)), torch.device("cpu")
         )
         self._capturer.snapshot = snapshot

@@ -48,7 +48,7 @@ class Tap:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         import vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe as oai
-        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+        from vllm.model_executor.layers.fused_moe.routed_experts_capture import (
             RoutedExpertsCapturer,
         )
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
+from vllm.model_executor.layers.fused_moe.routed_experts_capture import RoutedExpertsCapturer
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.engine import EngineCoreOutputs

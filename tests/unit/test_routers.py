@@ -15,7 +15,7 @@ The MoE kernel of the CPU engine selects experts itself and never calls these ro
   real, with stand-ins for the kernel and for the zero experts' output |
 
 How ids reach the buffer (dtype, smaller top-k, EPLB, in place or copied) and which routers are
-refused is tested in the series, by `tests/model_executor/test_routed_experts_capture.py`.
+refused is tested in the series, by `tests/model_executor/test_routed_experts_buffer.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     """Binds a capturer to layers of these routers, by layer number."""
     import torch
     import vllm.model_executor.layers.fused_moe.layer as layers
-    import vllm.model_executor.layers.fused_moe.routed_experts_capturer as capturers
+    import vllm.model_executor.layers.fused_moe.routed_experts_capture as capturers
     import vllm.model_executor.layers.fused_moe.routed_experts_pipeline as pipeline
 
     class Layer(torch.nn.Module):
@@ -280,7 +280,7 @@ SNAPSHOT = """
 import numpy as np, torch, triton, triton.language as tl
 import vllm.triton_utils as utils
 utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
+from vllm.model_executor.layers.fused_moe.routed_experts_capture import RoutedExpertsCapturer
 
 for layers, top_k, experts in ((3, 4, 16), (17, 6, 300), (1, 1, 2)):
     capturer = RoutedExpertsCapturer(layers, 40, top_k, experts, (0,), torch.device("cpu"))
