@@ -8,9 +8,11 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.aux_output_connector.connector import AuxOutputs
 from vllm.v1.request import RequestStatus
 
@@ -117,6 +119,44 @@ def fail_step(name: str) -> Fault:
     return fault
 
 
+def fail_hashes(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    """The scheduler cannot tell which blocks the victim has."""
+    connector = engine.scheduler.aux_output_connector
+    take = connector._take_new_hashes
+
+    def concerns(request: Any, *_: Any) -> bool:
+        return bool(request.request_id == VICTIM)
+
+    patch.setattr(connector, "_take_new_hashes", once(take, concerns))
+
+
+def fail_snapshot(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    """The worker cannot copy the rows of a step."""
+    capturer = engine.runner.connector._capturer
+    snapshot = once(capturer.snapshot_routing_data, lambda *_: True)
+    patch.setattr(capturer, "snapshot_routing_data", snapshot)
+
+
+def fail_publish(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    """The worker cannot store the rows of a step."""
+    connector = engine.runner.connector
+    publish = once(connector._publish_blocks, lambda batches, *_, **__: len(batches) > 0)
+    patch.setattr(connector, "_publish_blocks", publish)
+
+
+def fail_copy(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    """The rows of a step do not reach the host."""
+    capturer = engine.runner.connector._capturer
+    snapshot = capturer.snapshot_routing_data
+    copy = once(torch.Tensor.to, lambda *_, **__: True)
+
+    def snapshot_routing_data(*args: Any) -> Any:
+        rows = snapshot(*args)
+        return SimpleNamespace(to=lambda *a, **kw: copy(rows, *a, **kw))
+
+    patch.setattr(capturer, "snapshot_routing_data", snapshot_routing_data)
+
+
 def fail_store(engine: Any, patch: pytest.MonkeyPatch) -> None:
     store = engine.runner.connector._store._store
     patch.setattr(store, "put", once(store.put, lambda objects, **_: len(objects) > 0))
@@ -127,13 +167,44 @@ def fail_pack(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 # Faults of the victim, and of steps.
-ONE: list[Fault] = [fail_capture, fail_order, lose_output, shorten_output, lose_stored]
+ONE: list[Fault] = [
+    fail_capture,
+    fail_order,
+    fail_hashes,
+    lose_output,
+    shorten_output,
+    lose_stored,
+]
 ALL: list[Fault] = [
     fail_step("_commit_output"),
     fail_step("_publish_blocks"),
+    fail_snapshot,
+    fail_copy,
     fail_store,
     fail_pack,
 ]
+
+
+def check_nothing_is_left(engine: Any) -> None:
+    """Of requests that ended, only stored rows that the scheduler counts are left."""
+    engine.step([])  # brings the worker the end of the last requests
+    worker, scheduler_side = engine.runner.connector, engine.scheduler.aux_output_connector
+    worker._store._queue.join()
+    assert not worker._requests
+    assert not worker._slots
+    assert not worker._states
+    assert not worker._pending_outputs
+    assert len(worker._buffer._free_slots) == len(worker._buffer._rows)
+    for left in ("_unsent", "_sent_hash_counts", "_unsent_hashes", "_taken", "_takers"):
+        assert not getattr(scheduler_side, left)
+    for left in ("_emitted", "_rewound", "_finished_requests", "_loading"):
+        assert not getattr(scheduler_side, left)
+    keys = model.worker_side.routed_experts_keys(
+        scheduler_side._kv_cached, str(scheduler_side._generation)
+    )
+    store = worker._store._store
+    assert store._references == dict.fromkeys(keys, 1)
+    assert store._lru.keys() <= store._slots.keys()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -167,10 +238,68 @@ def test_a_fault_ends_the_requests_that_it_concerns(
         request = engine.requests["3"]
         assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
         assert engine.ends["3"] == request.num_tokens - 1
-        # Nothing is left of the requests.
-        engine.step([])
-        connector = engine.runner.connector
-        assert not connector._requests
-        assert len(connector._buffer._free_slots) == len(connector._buffer._rows)
+        check_nothing_is_left(engine)
+    finally:
+        engine.runner.connector.close()
+
+
+# Faults that leave the first blocks of a prompt without rows.
+UNKNOWN: list[Fault] = [
+    fail_capture,
+    fail_snapshot,
+    fail_copy,
+    fail_step("_commit_output"),
+    fail_publish,
+]
+
+
+@pytest.mark.parametrize("fault", UNKNOWN)
+@pytest.mark.parametrize("start", [0, 4])
+def test_no_request_takes_the_unknown_rows_of_a_failed_one(
+    fault: Fault, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request hits blocks that the first one computes in two steps."""
+    engine = model.Engine(model.Setup())
+    try:
+        with monkeypatch.context() as patch:
+            fault(engine, patch)
+            engine.add(PROMPTS[VICTIM], 6)
+            engine.add(PROMPTS[VICTIM], 6, start)
+            engine.drain()
+        assert engine.requests[VICTIM].status == RequestStatus.FINISHED_ERROR
+    finally:
+        engine.runner.connector.close()
+
+
+@pytest.mark.parametrize("fault", UNKNOWN)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_request_takes_stale_rows_in_place_of_those_of_a_failed_one(
+    fault: Fault, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the prompt's blocks are stored. Weights change without a reset, the blocks have
+    left the GPU, and the rows of the request that computes them again are lost."""
+    setup = model.Setup(asynchronous=asynchronous, depth=1 + asynchronous, num_blocks=13)
+    engine = model.Engine(setup)
+    try:
+        prompt = PROMPTS[VICTIM]
+        engine.add(prompt, 1)
+        engine.drain()
+        engine.add(list(range(model.VOCABULARY, model.VOCABULARY + model.MAX_LEN - 2)), 1)
+        engine.drain()
+        connector = engine.scheduler.aux_output_connector
+        (block_hash, *_) = engine.requests["0"].block_hashes
+        assert block_hash in connector._kv_cached
+        assert connector._gpu_cached(block_hash) is None
+        engine.runner.weights += 1
+        with monkeypatch.context() as patch:
+            fault(engine, patch)
+            engine.add(prompt, 6)
+            engine.add(prompt, 6)
+            engine.drain()
+        assert engine.requests["2"].status == RequestStatus.FINISHED_ERROR
+        engine.add(prompt, 6)
+        engine.drain()
+        assert engine.requests["4"].status == RequestStatus.FINISHED_LENGTH_CAPPED
+        check_nothing_is_left(engine)
     finally:
         engine.runner.connector.close()
