@@ -81,7 +81,7 @@ def shorten_output(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
     def pack(step: AuxOutputs, outputs: Any, accepted: Any) -> Any:
         if VICTIM in step.request_ids:
-            step.token_starts[step.request_ids.index(VICTIM)] -= 2
+            step.token_ends[step.request_ids.index(VICTIM)] -= 2
         return real_pack(step, outputs, accepted)
 
     real_pack = AuxOutputs.pack
