@@ -18,13 +18,14 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export DO_NOT_TRACK := 1
 export PRE_COMMIT_HOME := build/pre-commit
 
-# The line: which series on which release (tools/common/pin.py has the default too). Everything made
+# The line: which series on which release; tools/common/pin.py says which is the first, the default. Everything made
 # of it lies in build/<line>. The tools run in .venv-tools, which is small. The first line's vLLM is
 # installed into .venv; every other line has an environment of its own, .venv-<line>, locked by
 # requirements/<line>.txt. Each is made when it is first needed.
-ON ?= v0.20.2
-LINE := $(or $(strip $(ON)),v0.20.2)
-OTHER := $(filter-out v0.20.2,$(LINE))
+FIRST := $(shell sed -n 's/^DEFAULT_LINE = "\(.*\)"$$/\1/p' tools/common/pin.py 2>/dev/null)
+ON ?= $(FIRST)
+LINE := $(or $(strip $(ON)),$(FIRST))
+OTHER := $(filter-out $(FIRST),$(LINE))
 LINES := $(patsubst patches/%/upstream.toml,%,$(wildcard patches/*/upstream.toml))
 MADE := build/$(LINE)
 

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.real import PROJECT
+from tests.real import PROJECT, PROJECTS
 from tools.common.pin import DEFAULT_LINE
 
 ROOT = PROJECT.root
@@ -25,7 +25,7 @@ PROSE = [
     "docs/clients.md",
     "docs/prefill_decode.md",
     "docs/repository.md",
-    "docs/v0.20.2.md",
+    f"docs/{DEFAULT_LINE}.md",
     "docs/wheel.md",
     "examples/clients/README.md",
 ]
@@ -36,8 +36,11 @@ RECORDS = ("patches/", "benchmarks/results/", "CHANGELOG.md")
 CLIENT_LOCKS = [
     f"clients-{name}" for name in ("megatron-core", "ms-swift", "skyrl", "verifiers", "verl")
 ]
+# Of every other line than the first.
+LINE_LOCKS = [project.line for project in PROJECTS if project.line != DEFAULT_LINE]
 LOCKS = tuple(
-    f"requirements/{name}.txt" for name in ("environment", "cpu", "cuda", "v0.33.0", *CLIENT_LOCKS)
+    f"requirements/{name}.txt"
+    for name in ("environment", "cpu", "cuda", *LINE_LOCKS, *CLIENT_LOCKS)
 )
 
 
@@ -182,7 +185,7 @@ def test_documentation_is_that_of_the_series() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bootstrap", "cpu", "cuda", "environment", "tools", "v0.33.0", *CLIENT_LOCKS]
+    "name", ["bootstrap", "cpu", "cuda", "environment", "tools", *LINE_LOCKS, *CLIENT_LOCKS]
 )
 def test_lock_is_complete_and_names_no_place(name: str) -> None:
     lock = pinned(f"requirements/{name}.txt")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every patch at its own place: later patches do not count."""
 
+import re
 import zipfile
 from pathlib import Path
 
@@ -236,14 +237,15 @@ def test_the_command_tells_of_every_patch_and_fails_with_one(series: Toy) -> Non
     assert "no such patch" in series.refuse("upstream", "check-patches", "another", *place)
     result = series.run("upstream", "check-patches", *names, *place)
     assert result.status == 1
-    assert "break-the-test.patch, tests: 0 passed, 1 failed" in result.err
+    assert "`break-the-test.patch`, tests: 0 passed, 1 failed" in result.err
     lines = table.read_text().splitlines()
     assert "| `count.patch` | 3 modules | 3 files | no error | 1 passed |" in lines
     assert "| `break.patch` | 2 modules | 1 files | no error | none touched |" in lines
-    assert (
-        "| `break-the-test.patch` | 1 modules | 1 files | no error | **0 passed, 1 failed** |"
-        in lines
-    )
+    bad = "| `break-the-test.patch` | 1 modules | 1 files | no error | **0 passed, 1 failed** |"
+    assert bad in lines
+    assert "`break-the-test.patch`, tests: 0 passed, 1 failed" in lines[lines.index("```text") - 2]
+    said = series.do("series", "status", "--offline")
+    assert re.search(r"fingerprint (\w+)", said)[1] in lines[4]
 
 
 def stand_alone(toy: Toy, name: str) -> Place:
@@ -275,14 +277,6 @@ def test_a_patch_that_does_not_apply_alone_is_refused(series: Toy) -> None:
     with pytest.raises(ToolError, match="does not apply to the release with what it needs") as said:
         stand_alone(series, "break.patch")
     assert "vllm/rows.py" in str(said.value.found)
-
-
-def test_the_record_shows_what_failed() -> None:
-    good, bad = Finding(True, "fine"), Finding(False, "ruff check", "E501 Line too long")
-    findings = {**dict.fromkeys(CHECKS, good), LINTERS: bad}
-    record = check_patches.render([("rows.patch", findings)], "Title", "About.")
-    assert "| `rows.patch` | fine | **ruff check** | fine | fine |" in record
-    assert "`rows.patch`, linters: ruff check\n\n```text\nE501 Line too long\n```\n" in record
 
 
 def test_kernels_come_from_the_wheel_and_later_patches_modules_do_not(series: Toy) -> None:

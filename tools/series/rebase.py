@@ -187,10 +187,11 @@ def go_on(project: Project, new: Project, drop_contained: bool, skip: bool = Fal
     series = read_series(project.series_file)
     _move_submodule(project, new)
     ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
-    print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
+    if series:
+        print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
     if project.tree.exists():
         old = Git(project.tree)
-        refs = (BASE_REF, APPLIED_REF, tree.EXPORTED_REF)
+        refs = filter(git.commit_id, (BASE_REF, APPLIED_REF, tree.EXPORTED_REF))
         old.fetch(new.tree, *(f"+{ref}:{ref}" for ref in refs))
         old.run("checkout", "--quiet", "-B", tree.BRANCH, APPLIED_REF)
         record = tree.Record(fingerprint(series, new.pin), old.tree_id(APPLIED_REF))
@@ -279,7 +280,8 @@ def take_resolution(git: Git) -> None:
 def _prove(new: Project, names: list[str]) -> None:
     """Export the rebased commits and apply them again; refuse before anything is replaced."""
     try:
-        export_series(new, drop=names)
+        if names:  # a line begins with none
+            export_series(new, drop=names)
         apply_series(new, read_series(new.series_file))
     except ToolError as error:
         what = "the result cannot be a series yet; nothing was replaced"

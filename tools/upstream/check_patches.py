@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from tools.common.errors import ToolError
 from tools.common.files import digest_of, write
 from tools.common.git import Git
 from tools.common.pin import Project
-from tools.series.series import choose, read_series, with_needs
+from tools.series.series import choose, fingerprint, read_series, with_needs
 from tools.series.tree import BASE_REF, open_tree
 from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
@@ -69,6 +68,19 @@ MYPY = ("mypy", "--no-site-packages", "--no-error-summary", "--python-version")
 MYPY_VERSION = re.compile(r'mypy\.py .*"(3\.\d+)"')
 IMPORTS, LINTERS, TYPES, TESTS = "imports", "linters", "types", "tests"
 CHECKS = (IMPORTS, LINTERS, TYPES, TESTS)
+_IN_PLACE = "with those before it and none after it"
+_ABOUT = """\
+# Every patch {name}
+
+{count} patches on vLLM {version}, each {where}, on a CPU. Imports: the modules it touches, \
+and the server's. Linters: vLLM's own rules and hooks (SPDX headers among them) pass on the files \
+it touches. Types: mypy finds nothing that it does not find before the patch. Tests: those of the \
+files it touches; one that fails in the same way on the release does not count against the patch. \
+`{command}` writes this file.
+
+series: {series}
+
+"""
 CANNOT_RUN, FAILED_BEFORE = "cannot run here", "fail on the release too"
 
 
@@ -91,35 +103,32 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     series = read_series(project.series_file)
     stand = {patch.name: place for patch, place in zip(series, places(git), strict=True)}
     start = time.monotonic()
-    rows = []
+    rows: dict[str, dict[str, Finding]] = {}
     for patch in choose(series, arguments.patches) or series:
         place = stand[patch.name]
         if arguments.alone:
             stack = [stand[name] for name in with_needs(series, [patch.name])]
             place = checker.stand_alone(patch.name, stack)
-        findings = {}
+        rows[patch.name] = {}
         for check in CHECKS:
-            findings[check] = checker.check(place, check)
-            took = f"{time.monotonic() - start:5.0f} s"
-            tell(f"{took}  {patch.name:36}  {check:8}  {findings[check]}")
-        rows.append((patch.name, findings))
+            rows[patch.name][check] = found = checker.check(place, check)
+            said = found.said if found.good else f"FAILED: {found.said}"
+            tell(f"{time.monotonic() - start:5.0f} s  {patch.name:36}  {check:8}  {said}")
+    alone = arguments.alone
     if arguments.out:
-        title, where = "Every patch at its own place", "each with those before it and none after it"
-        if arguments.alone:
-            title, where = "Every patch alone", "each on the release, above what its `Needs:` names"
-        about = (
-            f"{len(rows)} patches on vLLM {project.pin.version}, {where}, on a CPU. Imports: the "
-            "modules it touches, and the server's. Linters: vLLM's own rules and hooks (SPDX "
-            "headers among them) pass on the files it touches. Types: mypy finds nothing that it "
-            "does not find before the patch. Tests: those of the files it touches; one that fails "
-            "in the same way on the release does not count against the patch. "
-            f"`make check-patches{' ARGS=--alone' if arguments.alone else ''}` writes this file."
+        about = _ABOUT.format(
+            name="alone" if alone else "at its own place",
+            count=len(rows),
+            version=project.pin.version,
+            where="on the release, above what its `Needs:` names" if alone else _IN_PLACE,
+            command=f"make check-patches{' ARGS=--alone' if alone else ''}",
+            series=fingerprint(series, project.pin)[:16],
         )
-        write(arguments.out, render(rows, title, about))
-    if failed := [line for name, found in rows for line in tell_failed(found, f"{name}, ")]:
+        write(arguments.out, about + render(rows))
+    if failed := failures(rows):
         step = "correct the patch (CONTRIBUTING.md, Editing a patch), run it again"
         raise ToolError("checks of patches failed", arguments.out, next_step=step, details=failed)
-    print(f"series: {len(rows)} patches pass {'alone' if arguments.alone else 'in their places'}")
+    print(f"series: {len(rows)} patches pass {'alone' if alone else 'in their places'}")
 
 
 class Finding(NamedTuple):
@@ -128,9 +137,6 @@ class Finding(NamedTuple):
     good: bool
     said: str  # in a word or two
     details: str = ""
-
-    def __str__(self) -> str:
-        return self.said if self.good else f"FAILED: {self.said}"
 
 
 class Place(NamedTuple):
@@ -221,8 +227,9 @@ class Checker:
 
     def _run(self, *command: str) -> tuple[int, str]:
         """Exit status and output of a command."""
-        run = partial(subprocess.run, cwd=self.tree, env=self._environment(), timeout=LIMIT_S)
-        done = run(command, input="", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        place: dict[str, Any] = {"cwd": self.tree, "env": self._environment(), "timeout": LIMIT_S}
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, input="", text=True, **place, **streams)
         return done.returncode, done.stdout
 
     def _check_imports(self, place: Place) -> Finding:
@@ -344,24 +351,27 @@ def _tail(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-12:])
 
 
-def tell_failed(findings: Mapping[str, Finding], whose: str = "") -> list[str]:
+Rows = Mapping[str, Mapping[str, Finding]]  # by patch and by check
+
+
+def failures(rows: Rows) -> list[str]:
     """What the failed checks said, as Markdown."""
     lines = []
-    for check, found in findings.items():
-        if not found.good:
-            lines += [f"{whose}{check}: {found.said}", "", "```text", found.details, "```", ""]
+    for name, findings in rows.items():
+        for check, found in findings.items():
+            if not found.good:
+                text = ["", "```text", *found.details.splitlines(), "```", ""]
+                lines += [f"`{name}`, {check}: {found.said}", *text]
     return lines
 
 
-def render(rows: Iterable[tuple[str, dict[str, Finding]]], title: str, about: str) -> str:
+def render(rows: Rows) -> str:
     """The record of all checks, as Markdown: a row for each patch by file name."""
-    cells, details = [], []
-    for name, findings in rows:
-        said = [f.said if f.good else f"**{f.said}**" for f in findings.values()]
-        cells.append([f"`{name}`", *said])
-        details += tell_failed(findings, f"`{name}`, ")
-    titles = ["Patch", *(check.capitalize() for check in CHECKS)]
-    lines = [f"# {title}", "", about, "", *table(titles, cells)]
-    if details:
-        lines += ["", "## What failed", "", *details[:-1]]
+    cells = [
+        [f"`{name}`", *(f.said if f.good else f"**{f.said}**" for f in findings.values())]
+        for name, findings in rows.items()
+    ]
+    lines = table(["Patch", *(check.capitalize() for check in CHECKS)], cells)
+    if failed := failures(rows):
+        lines += ["", "## What failed", "", *failed[:-1]]
     return "\n".join(lines) + "\n"

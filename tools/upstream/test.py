@@ -2,14 +2,13 @@
 """vLLM's own tests on both wheels."""
 
 import argparse
-import ast
 import hashlib
 import io
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from tools.common.errors import ToolError
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
-from tools.series.series import parse_series, read_series
+from tools.series.series import fingerprint, parse_series, read_series
 from tools.series.tree import BASE_REF, open_tree
 from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
@@ -39,16 +38,16 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Run vLLM's own tests on both wheels and compare every test. Fails if one differs that the
-    series does not touch, or if one that it touches fails. Finished files are not run again, so an
-    interrupted run can be continued. The patched wheel must be installed, and the pristine one in
-    build/<line>/pristine/site (make upstream-tests)."""
+    """Run vLLM's own tests on both wheels and compare every test. Fails if one differs in a file
+    that the series does not touch, or fails as it did not before. Finished files are not run
+    again, so an interrupted run can be continued. The patched wheel must be installed, and the
+    pristine one in build/<line>/pristine/site (make upstream-tests)."""
     build, place = project.build / "upstream-tests", project.build / "pristine"
     pristine = project.with_tree(place / "vllm")
     verify_installed(project, arguments.installed or Path(sys.executable))
     verify_installed(pristine, place / "site")
     git = open_tree(project)
-    touched = touched_tests(git)
+    touched = {c.path for c in git.changes(BASE_REF, "HEAD") if c.path.startswith("tests/")}
     listing = project.patches / "upstream-tests"
     listed = parse_series(listing.read_text(encoding="utf-8")) if listing.exists() else []
     files = arguments.files or sorted({*listed, *filter(is_test_file, touched)})
@@ -56,13 +55,14 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     after = run_side("patched", git, arguments.installed, files, build)
     comparisons = compare(before, after, touched)
     if arguments.out:
-        count, patches = len({c.file for c in comparisons}), len(read_series(project.series_file))
+        count, series = len({c.file for c in comparisons}), read_series(project.series_file)
         about = (
-            f"{len(comparisons)} tests of {count} files, on the CPU wheels of vLLM "
-            f"{project.pin.version}: without the series, and with its {patches} patches. No GPU, "
-            "no network; stand-ins for repositories of the model hub "
+            f"{len(comparisons)} tests of {count} files, on the CPU wheels of "
+            f"vLLM {project.pin.version}: without the series, and with its {len(series)} patches. "
+            "No GPU, no network; stand-ins for repositories of the model hub "
             "(`tools/upstream/hubcache.py`). Each wheel is tested with its own tree's tests. "
-            "`make upstream-tests` writes this file."
+            "`make upstream-tests` writes this file.\n\n"
+            f"series: {fingerprint(series, project.pin)[:16]}"
         )
         write(arguments.out, render(comparisons, about))
     verdicts = Counter(c.verdict for c in comparisons)
@@ -121,53 +121,22 @@ def run_side(
     return found
 
 
-def touched_tests(git: Git) -> dict[str, set[str] | None]:
-    """Names of the tests that the series adds, changes or removes, by file.
-
-    None is the whole file: it was added or removed, or what its tests share was changed.
-    """
-    found: dict[str, set[str] | None] = {}
-    for change in git.changes(BASE_REF, "HEAD"):
-        if not change.path.startswith("tests/") or not change.path.endswith(".py"):
-            continue
-        found[change.path] = None
-        before, after = (_parts(git.read(at, change.path)) for at in (BASE_REF, "HEAD"))
-        if before and after:
-            names = {name for name in before | after if before.get(name) != after.get(name)}
-            found[change.path] = None if "" in names else names
-    return found
-
-
-def _parts(source: bytes | None) -> dict[str, str]:
-    """The tests of a module by name, and under the empty name all the rest."""
-    if source is None:
-        return {}
-    parts = {"": ""}
-    for node in ast.parse(source).body:
-        for part in node.body if isinstance(node, ast.ClassDef) else [node]:
-            name = getattr(part, "name", "")
-            name = name if name.startswith("test") else ""
-            parts[name] = parts.get(name, "") + ast.dump(part)
-    return parts
-
-
 def compare(
-    pristine: dict[str, Results], patched: dict[str, Results], touched: dict[str, set[str] | None]
+    pristine: dict[str, Results], patched: dict[str, Results], touched: Collection[str]
 ) -> list[Comparison]:
-    """Every test of both sides, with its verdict."""
+    """Every test of both sides, with its verdict; ``touched`` are the files that the series adds,
+    changes or removes."""
     found = []
     for file in sorted(pristine.keys() | patched.keys()):
         before, after = pristine.get(file, {}), patched.get(file, {})
-        names = touched.get(file, set())
         for test in sorted(before.keys() | after.keys()):
             pair = before.get(test), after.get(test)
-            ours = names is None or test.partition("[")[0].rpartition("::")[2] in names
-            found.append(Comparison(file, test, *pair, _verdict(*pair, ours)))
+            found.append(Comparison(file, test, *pair, _verdict(*pair, file in touched)))
     return found
 
 
 def _verdict(before: Outcome | None, after: Outcome | None, ours: bool) -> str:
-    """The verdict on one test; ``ours``: the series touches it."""
+    """The verdict on one test; ``ours``: the series touches its file."""
     if before and before.is_like(after):
         return SAME
     if after and after.bad and not after.cannot_run:

@@ -15,7 +15,7 @@ from tools.common.pin import Project
 from tools.source.fetch import fetch, need_space
 from tools.wheel.plan import Plan, choose_base, plan_wheel, tree_series
 
-EXAMPLE = "--variant cpu --out build/v0.20.2/wheels"
+EXAMPLE = "--variant cpu --out build/<line>/wheels"
 _DATE = (1980, 1, 1, 0, 0, 0)  # the zip format's first
 
 

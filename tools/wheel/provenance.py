@@ -17,7 +17,7 @@ from tools.series.series import Series, fingerprint
 from tools.wheel.plan import read_wheel_version, tree_series
 from tools.wheel.sbom import list_inputs
 
-EXAMPLE = "build/v0.20.2/wheels-cuda/vllm-1.whl"
+EXAMPLE = "build/<line>/wheels-cuda/vllm-1.whl"
 # The pinned base wheel with the series laid over it: tools/wheel/plan.py.
 BUILD_TYPE = "urn:vllm-routed-experts:overlay:v1"
 # The bytes are the same wherever they are made, so no one machine is named.
