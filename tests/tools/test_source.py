@@ -1,24 +1,259 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pinned source comes from, and what is refused."""
+"""Where pinned files come from: downloads, wheelhouses, a submodule; what is refused."""
 
+import fcntl
 import hashlib
+import os
 import shutil
 import tarfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import TREE, VERSION, Toy, git, write_files, write_pin
-from tests.tools.upstream import Index, make_index
+from tests.tools.toy import TREE, Toy, git, write_files, write_pin
+from tools.common.pin import Project
+from tools.source.fetch import fetch
+
+
+@dataclass
+class Index:
+    """A package index on the loopback interface that serves one file."""
+
+    name: str
+    data: bytes
+    ranges: bool = True
+    cut: int | None = None  # close the connection after so many bytes
+    asked: list[str | None] = field(default_factory=list)  # the Range of each request for the file
+
+
+def handler(index: Index) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            if not self.path.endswith(index.name):
+                page = f'<html><body><a href="/{index.name}">{index.name}</a></body></html>'
+                self.answer(200, page.encode(), "text/html")
+                return
+            wanted = self.headers.get("Range")
+            index.asked.append(wanted)
+            if wanted and index.ranges:
+                start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+                self.answer(206, index.data[start:], "application/gzip", start)
+            else:
+                self.answer(200, index.data, "application/gzip")
+
+        def answer(self, status: int, data: bytes, kind: str, start: int | None = None) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            if start is not None:
+                end = len(index.data) - 1
+                self.send_header("Content-Range", f"bytes {start}-{end}/{len(index.data)}")
+            self.end_headers()
+            self.wfile.write(data if kind == "text/html" else data[: index.cut])
+
+    return Handler
 
 
 @pytest.fixture
-def index(empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    """A package index with every download; the source archive is no longer among these."""
-    index = make_index(tmp_path / "index", empty)
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
+def index(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """Serves the source archive, which is no longer in the downloads."""
+    found = Index(empty.archive.name, empty.archive.read_bytes())
     empty.archive.unlink()
-    return index
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple/")
+    yield found
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def part_of(toy: Toy) -> Path:
+    return toy.downloads / f".{toy.archive.name}.part"
+
+
+# --- downloads ------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_download_continues_where_it_stopped(empty: Toy, index: Index) -> None:
+    index.cut = 100
+    error = empty.refuse("source", "fetch")
+    assert "a download failed" in error
+    assert "continues at byte 100" in error
+    assert part_of(empty).read_bytes() == index.data[:100]
+    assert not empty.archive.exists()
+    index.cut = None
+    done = empty.run("source", "fetch")
+    assert index.asked == [None, "bytes=100-"]
+    assert empty.archive.read_bytes() == index.data
+    assert not part_of(empty).exists()
+    digest = hashlib.sha256(index.data).hexdigest()
+    assert done.out == f"source: the source archive {index.name}, sha256 {digest}\n"
+    assert f"{len(index.data)}/{len(index.data)} bytes" in done.err  # each byte is counted once
+
+
+@pytest.mark.parametrize(
+    ("part", "ranges", "asked", "refused"),
+    [
+        (70, False, ["bytes=70-"], False),  # a server that sends the whole file again
+        (0, True, [None], False),
+        (-70, True, ["bytes=70-", None], True),  # the beginning of another file
+        (-1, True, [None], False),  # another file as long
+    ],
+)
+def test_what_lies_there_already_is_used_or_discarded(
+    empty: Toy, index: Index, part: int, ranges: bool, asked: list[str | None], refused: bool
+) -> None:
+    index.ranges = ranges
+    other = b"x" * (len(index.data) if part == -1 else 70)
+    part_of(empty).write_bytes(index.data[:part] if part >= 0 else other)
+    if refused:
+        assert "not the pinned one" in empty.refuse("source", "fetch")
+        assert not part_of(empty).exists()
+    empty.do("source", "fetch")
+    assert index.asked == asked
+    assert empty.archive.read_bytes() == index.data
+
+
+def test_an_index_with_other_bytes_or_without_the_file_leaves_nothing(
+    empty: Toy, index: Index
+) -> None:
+    before = set(empty.downloads.iterdir())
+    index.data = b"not the release"
+    assert "not the pinned one" in empty.refuse("source", "fetch")
+    index.name = "vllm-1.tar.gz"
+    assert "does not have the pinned file" in empty.refuse("source", "fetch")
+    assert set(empty.downloads.iterdir()) == before
+
+
+def test_two_processes_download_a_file_once(empty: Toy, index: Index) -> None:
+    project = Project(empty.root)
+    other = os.open(empty.downloads, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    thread = threading.Thread(target=fetch, args=(project.pin.source, project))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    empty.archive.write_bytes(index.data)  # what the other process does at its end
+    os.close(other)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert index.asked == []
+
+
+def test_a_full_disk_is_noticed_before_the_download(
+    empty: Toy, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(empty.root)._replace(free=1000)
+    monkeypatch.setattr("tools.source.fetch.shutil.disk_usage", lambda path: usage)
+    assert "not enough free disk space" in empty.refuse("source", "fetch")
+    assert index.asked == []
+
+
+# --- wheelhouses and files that are there ---------------------------------------------------------
+
+
+def test_a_wheelhouse_is_used_instead_of_the_index(empty: Toy, tmp_path: Path) -> None:
+    missing = str(empty.root / "missing")
+    assert "no such wheelhouse" in empty.refuse("source", "fetch", "--wheelhouse", missing)
+    house = tmp_path / "house"
+    house.mkdir()
+    flags = ("--wheelhouse", str(house), "--offline")
+    empty.do("source", "fetch", *flags)  # from the downloads
+    house.rmdir()
+    shutil.move(empty.downloads, house)
+    before = empty.snapshot(house)
+    empty.do("source", "fetch", *flags)
+    empty.do("series", "apply", "--pristine", *flags)
+    empty.do("wheel", "build", "--variant", "cuda", *flags)
+    assert "verified: " in empty.do("wheel", "verify", *flags)
+    assert not empty.downloads.exists()
+    assert empty.snapshot(house) == before
+
+
+@pytest.mark.parametrize("flags", [(), ("--wheelhouse",)])
+def test_a_file_with_one_changed_byte_or_another_size_is_refused_and_left_alone(
+    empty: Toy, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    path, data = empty.archive, bytearray(empty.archive.read_bytes())
+    if flags:
+        path, flags = tmp_path / path.name, (*flags, str(tmp_path))
+    expected = hashlib.sha256(data).hexdigest()
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert empty.refuse("source", "fetch", *flags).splitlines() == [
+        "error: a downloaded file has the wrong digest: it is not the pinned one",
+        f"  where:    {path}",
+        f"  expected: sha256 {expected}",
+        f"  found:    sha256 {hashlib.sha256(data).hexdigest()}",
+        f"  next:     delete it, then run the command again: rm {path}",
+    ]
+    path.write_bytes(data + b"x")
+    assert "the wrong size" in empty.refuse("source", "fetch", *flags)
+    assert path.read_bytes() == data + b"x"
+
+
+def test_offline_asks_no_index(empty: Toy, index: Index) -> None:
+    def refused(*words: str) -> None:
+        error = empty.refuse(*words, "--offline")
+        assert "--offline forbids the network" in error
+        assert "--wheelhouse" in error
+
+    refused("source", "fetch")
+    refused("series", "apply", "--pristine")
+    empty.archive.write_bytes(index.data)
+    empty.do("series", "apply", "--pristine")
+    shutil.rmtree(empty.downloads)
+    refused("wheel", "build", "--variant", "cuda")
+    assert index.asked == []
+
+
+# --- the archive ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "said"),
+    [
+        ("vllm-9.8.7/../../escaped", None, "leaves the tree"),
+        ("/tmp/escaped-from-an-archive", None, "does not give the pinned tree"),
+        ("vllm-9.8.7/vllm/more.py", None, "does not give the pinned tree"),
+        ("vllm-9.8.7/link", "../../escaped", "leaves the tree"),
+        ("vllm-9.8.7/link", "/etc", "leaves the tree"),
+        ("vllm-9.8.7/link", "README.md", "does not give the pinned tree"),
+    ],
+)
+def test_an_archive_with_another_member_is_refused(
+    empty: Toy, name: str, link: str | None, said: str
+) -> None:
+    member = tarfile.TarInfo(name)
+    if link:
+        member.type, member.linkname = tarfile.SYMTYPE, link
+    else:
+        member.size = 3
+    empty.repin(member)
+    assert said in empty.refuse("series", "apply", "--pristine")
+    assert list(empty.build.iterdir()) == []
+    assert not list(empty.root.rglob("escaped"))
+    assert not Path("/tmp/escaped-from-an-archive").exists()
+
+
+@pytest.mark.parametrize("key", ["sha256", "commit", "size", "tag", "archive_only"])
+def test_a_pin_without_a_key_names_it(empty: Toy, key: str) -> None:
+    lines = empty.pin.read_text().splitlines()
+    lines.remove(next(line for line in lines if line.startswith(f"{key} = ")))
+    empty.pin.write_text("\n".join(lines))
+    assert f".{key}" in empty.refuse("source", "fetch").splitlines()[0]
+
+
+# --- the submodule --------------------------------------------------------------------------------
 
 
 def make_submodule(toy: Toy) -> str:
@@ -35,155 +270,35 @@ def make_submodule(toy: Toy) -> str:
     return commit
 
 
-def test_a_file_of_the_index_is_downloaded_and_named(empty: Toy, index: Index) -> None:
-    wanted = index.path(empty.archive.name).read_bytes()
-    out = empty.do("source", "fetch")
-    assert empty.archive.read_bytes() == wanted
-    assert f"the source archive vllm-{VERSION}.tar.gz" in out
-    assert hashlib.sha256(wanted).hexdigest() in out
-
-
-def test_an_index_with_other_bytes_leaves_nothing_behind(empty: Toy, index: Index) -> None:
-    index.path(empty.archive.name).write_bytes(b"not the release")
-    before = set(empty.downloads.iterdir())
-    assert "not the pinned one" in empty.refuse("source", "fetch")
-    assert set(empty.downloads.iterdir()) == before
-
-
-def test_an_index_without_the_file_is_named(empty: Toy, index: Index) -> None:
-    index.path(empty.archive.name).unlink()
-    index.write_pages()
-    assert "does not have the pinned file" in empty.refuse("source", "fetch")
-
-
-def test_a_full_disk_is_noticed_before_the_download(
-    empty: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    empty.archive.unlink()
-    usage = shutil.disk_usage(empty.root)._replace(free=1000)
-    monkeypatch.setattr("tools.source.fetch.shutil.disk_usage", lambda path: usage)
-    monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere/")
-    assert "not enough free disk space" in empty.refuse("source", "fetch")
-
-
-def test_a_cached_file_with_one_changed_byte_is_refused_and_left_alone(empty: Toy) -> None:
-    data = bytearray(empty.archive.read_bytes())
-    expected = hashlib.sha256(data).hexdigest()
-    data[len(data) // 2] ^= 1
-    empty.archive.write_bytes(data)
-    lines = empty.refuse("source", "fetch").splitlines()
-    assert lines == [
-        "error: a downloaded file has the wrong digest: it is not the pinned one",
-        f"  where:    {empty.archive}",
-        f"  expected: sha256 {expected}",
-        f"  found:    sha256 {hashlib.sha256(data).hexdigest()}",
-        f"  next:     delete it, then run the command again: rm {empty.archive}",
-    ]
-    assert empty.archive.read_bytes() == data
-
-
-def test_a_cached_file_of_another_size_is_refused_and_left_alone(empty: Toy) -> None:
-    data = empty.archive.read_bytes() + b"x"
-    empty.archive.write_bytes(data)
-    assert "the wrong size" in empty.refuse("source", "fetch")
-    assert empty.archive.read_bytes() == data
-
-
-@pytest.mark.parametrize(
-    ("name", "link", "said"),
-    [
-        (f"vllm-{VERSION}/../../escaped", None, "leaves the tree"),
-        ("/tmp/escaped-from-an-archive", None, "does not give the pinned tree"),
-        (f"vllm-{VERSION}/link", "../../escaped", "leaves the tree"),
-        (f"vllm-{VERSION}/link", "/etc", "leaves the tree"),
-        (f"vllm-{VERSION}/link", "README.md", "does not give the pinned tree"),
-    ],
-)
-def test_an_archive_member_that_leaves_the_tree_is_refused(
-    empty: Toy, name: str, link: str | None, said: str
-) -> None:
-    member = tarfile.TarInfo(name)
-    if link:
-        member.type, member.linkname = tarfile.SYMTYPE, link
-    else:
-        member.size = 3
-    empty.repin(member)
-    assert said in empty.refuse("series", "apply", "--pristine")
-    assert list(empty.build.iterdir()) == []
-    assert not list(empty.root.rglob("escaped"))
-    assert not Path("/tmp/escaped-from-an-archive").exists()
-
-
-def test_an_archive_that_is_not_the_pinned_tree_is_refused(empty: Toy) -> None:
-    member = tarfile.TarInfo(f"vllm-{VERSION}/vllm/more.py")
-    member.size = 3
-    empty.repin(member)
-    assert "does not give the pinned tree" in empty.refuse("series", "apply", "--pristine")
-    assert not empty.tree.exists()
-
-
-def test_the_base_has_ignored_files_and_none_of_the_archives_own(empty: Toy) -> None:
-    empty.do("series", "apply", "--pristine")
-    assert git(empty.tree, "ls-files").splitlines() == sorted(TREE)
-
-
 def test_submodule_and_archive_give_the_same_base(empty: Toy, tmp_path: Path) -> None:
-    make_submodule(empty)
+    commit = make_submodule(empty)
     other = empty.copy(tmp_path / "without")
     shutil.rmtree(other.root / "vllm")
-    assert "the submodule vllm/ at" in empty.do("series", "apply", "--pristine")
-    assert "the source archive" in other.do("series", "apply", "--pristine")
-    assert empty.head() == other.head()
-
-
-def test_the_submodule_needs_no_archive(empty: Toy) -> None:
-    commit = make_submodule(empty)
     empty.archive.unlink()
     assert empty.do("source", "fetch") == f"source: the submodule vllm/ at {commit}\n"
-
-
-def test_the_submodule_stays_as_it_is(empty: Toy) -> None:
-    make_submodule(empty)
     before = empty.snapshot(empty.root / "vllm")
-    empty.do("series", "apply", "--pristine")
+    assert "the submodule vllm/ at" in empty.do("series", "apply", "--pristine")
     after = empty.snapshot(empty.root / "vllm")
-    assert {n: d for n, d in after.items() if n != ".git/index"} == {
-        n: d for n, d in before.items() if n != ".git/index"
-    }
+    assert {name for name in after if after[name] != before.get(name)} <= {".git/index"}
+    assert "the source archive" in other.do("series", "apply", "--pristine")
+    assert empty.head() == other.head()
+    # Files that .gitignore names are there, and none of the archive's own.
+    assert git(other.tree, "ls-files").splitlines() == sorted(TREE)
 
 
-def test_a_submodule_at_another_commit_is_refused(empty: Toy) -> None:
+def test_a_submodule_that_is_not_as_pinned_is_refused(empty: Toy) -> None:
+    path = empty.root / "vllm"
+    path.mkdir()
+    assert "the source archive" in empty.do("source", "fetch")  # it is not checked out
+    (path / "stray").write_text("")
+    assert "holds files but no checkout" in empty.refuse("source", "fetch")
+    shutil.rmtree(path)
     commit = make_submodule(empty)
+    (path / "vllm/envs.py").write_text("dirty\n")
+    error = empty.refuse("source", "fetch")
+    assert "the submodule is not clean" in error
+    assert "vllm/envs.py" in error
     write_pin(empty, "d" * 40, commit="e" * 40)
     error = empty.refuse("source", "fetch")
     assert "not at the pinned commit" in error
     assert f"expected: {'e' * 40}\n  found:    {commit}" in error
-
-
-def test_a_dirty_submodule_is_refused(empty: Toy) -> None:
-    make_submodule(empty)
-    (empty.root / "vllm/vllm/envs.py").write_text("dirty\n")
-    error = empty.refuse("source", "fetch")
-    assert "the submodule is not clean" in error
-    assert "vllm/envs.py" in error
-
-
-def test_a_submodule_directory_with_stray_files_is_refused(empty: Toy) -> None:
-    (empty.root / "vllm").mkdir()
-    (empty.root / "vllm/stray").write_text("")
-    assert "holds files but no checkout" in empty.refuse("source", "fetch")
-
-
-def test_an_empty_submodule_directory_means_the_archive(empty: Toy) -> None:
-    (empty.root / "vllm").mkdir()
-    assert "the source archive" in empty.do("source", "fetch")
-
-
-@pytest.mark.parametrize("key", ["sha256", "commit", "size", "tag", "archive_only"])
-def test_a_pin_without_a_key_names_it(empty: Toy, key: str) -> None:
-    path = empty.pin
-    lines = path.read_text().splitlines()
-    lines.remove(next(line for line in lines if line.startswith(f"{key} = ")))
-    path.write_text("\n".join(lines))
-    error = empty.refuse("source", "fetch")
-    assert f".{key}" in error.splitlines()[0]
