@@ -265,7 +265,7 @@ def test_a_patch_alone_stands_on_the_release_with_what_it_needs(series: Toy) -> 
     place = stand_alone(series, "double.patch")
     git = Git(series.build / "check-patches" / "vllm")
     assert [change.path for change in git.changes(*place)] == ["vllm/twice.py"]
-    there = git.files(place.commit)
+    there = git.files(place[1])
     assert "vllm/rows.py" in there
     assert "vllm/aside.py" not in there
 
@@ -285,7 +285,7 @@ def test_kernels_come_from_the_wheel_and_later_patches_modules_do_not(series: To
     write_files(series.root / "site", {"vllm/_C.abi3.so": "kernels", "vllm/late.py": HEADER})
     git = Git(series.tree)
     checker = Checker(git, series.root / "site", series.build / "check-patches")
-    checker._go_to(places(git)[1].commit)
+    checker._go_to(places(git)[1][1])
     there = {path.name for path in (Path(checker.tree) / "vllm").iterdir()}
     assert "_C.abi3.so" in there
     assert "late.py" not in there

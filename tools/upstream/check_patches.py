@@ -27,10 +27,8 @@ from tools.upstream.testrun import FAILED, PASSED, SKIPPED, Results, is_test_fil
 from tools.wheel.verify import find_site, verify_installed
 
 EXAMPLE = "--out benchmarks/results/check-patches.md"
-
 PACKAGE = "vllm"
 LIMIT_S = 600
-
 # What every patch must leave importable, beside the modules that it touches.
 MODULES = (
     *("vllm", "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"),
@@ -46,13 +44,11 @@ for name in sys.argv[1:]:
         missing = getattr(error.__cause__ or error, "name", None) or "vllm"
         if missing.partition(".")[0] == "vllm":
             raise
-        print(f"{name} needs {missing}, which is not installed")
         continue
     file = pathlib.Path(module.__file__).resolve()
     if not file.is_relative_to(pathlib.Path.cwd()):
         sys.exit(f"{name} was imported from {file}")
 """
-
 # Programs of the environment, then vLLM's own hooks; all take file names.
 RUFF = (("ruff", "check", "--no-cache"), ("ruff", "format", "--check", "--no-cache"))
 MARKDOWN = ("rumdl", "check", "--no-cache")
@@ -66,8 +62,14 @@ HOOKS = (
 # in vLLM's configuration. Without packages, as there, so that torch's own types do not count.
 MYPY = ("mypy", "--no-site-packages", "--no-error-summary", "--python-version")
 MYPY_VERSION = re.compile(r'mypy\.py .*"(3\.\d+)"')
-IMPORTS, LINTERS, TYPES, TESTS = "imports", "linters", "types", "tests"
-CHECKS = (IMPORTS, LINTERS, TYPES, TESTS)
+_GROUPS = """
+import json, runpy, sys
+hook = runpy.run_path("tools/pre_commit/mypy.py")
+names = [name for name in sys.argv[1:] if name.endswith((".py", ".pyi"))]
+print(json.dumps(hook["group_files"](names)))
+"""
+IMPORTS, LINTERS, TYPES, TESTS = CHECKS = ("imports", "linters", "types", "tests")
+CANNOT_RUN, FAILED_BEFORE = "cannot run here", "fail on the release too"
 _IN_PLACE = "with those before it and none after it"
 _ABOUT = """\
 # Every patch {name}
@@ -81,7 +83,6 @@ files it touches; one that fails in the same way on the release does not count a
 series: {series}
 
 """
-CANNOT_RUN, FAILED_BEFORE = "cannot run here", "fail on the release too"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -96,25 +97,22 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     finds nothing that it does not find before the patch, and the tests touched pass, or fail in the
     same way on the release. Finished checks are not repeated, so an interrupted run can be
     continued. The wheel of the series must be installed."""
-    installed = arguments.installed or Path(sys.executable)
+    installed, alone = arguments.installed or Path(sys.executable), arguments.alone
     verify_installed(project, installed)
-    git = open_tree(project)
+    git, series = open_tree(project), read_series(project.series_file)
     checker = Checker(git, find_site(installed), project.build / "check-patches")
-    series = read_series(project.series_file)
     stand = {patch.name: place for patch, place in zip(series, places(git), strict=True)}
     start = time.monotonic()
     rows: dict[str, dict[str, Finding]] = {}
     for patch in choose(series, arguments.patches) or series:
-        place = stand[patch.name]
-        if arguments.alone:
+        place, rows[patch.name] = stand[patch.name], {}
+        if alone:
             stack = [stand[name] for name in with_needs(series, [patch.name])]
             place = checker.stand_alone(patch.name, stack)
-        rows[patch.name] = {}
         for check in CHECKS:
             rows[patch.name][check] = found = checker.check(place, check)
             said = found.said if found.good else f"FAILED: {found.said}"
             tell(f"{time.monotonic() - start:5.0f} s  {patch.name:36}  {check:8}  {said}")
-    alone = arguments.alone
     if arguments.out:
         about = _ABOUT.format(
             name="alone" if alone else "at its own place",
@@ -139,17 +137,13 @@ class Finding(NamedTuple):
     details: str = ""
 
 
-class Place(NamedTuple):
-    """The commit before a patch, and the patch's own."""
-
-    before: str
-    commit: str
+Place = tuple[str, str]  # the commit before a patch, and the patch's own
 
 
 def places(git: Git) -> list[Place]:
     """The patches of the applied series, in order."""
     commits = [git.text("rev-parse", BASE_REF), *git.commits(f"{BASE_REF}..HEAD")]
-    return [Place(*pair) for pair in pairwise(commits)]
+    return list(pairwise(commits))
 
 
 class Checker:
@@ -160,16 +154,16 @@ class Checker:
     """
 
     def __init__(self, git: Git, site: Path, build: Path) -> None:
-        self.git, self.site, self.build = git, site, build
-        self.tree, self.results = build / PACKAGE, build / "results"
+        self.git, self.site, self.build = git, site, build.resolve()
+        self.tree, self.results = self.build / PACKAGE, self.build / "results"
         self._at: str | None = None
 
     def check(self, place: Place, name: str) -> Finding:
         """One check of one patch, or what an earlier run found."""
-        if name == TESTS:  # keeps its results itself
-            return self._check_tests(place)
-        trees = "-".join(self.git.tree_id(commit)[:12] for commit in place)
         make = getattr(self, f"_check_{name}")
+        if name == TESTS:  # keeps its results itself
+            return make(place)
+        trees = "-".join(self.git.tree_id(commit)[:12] for commit in place)
         return Finding(*self._kept(f"{trees}-{name}", lambda: make(place)))
 
     def _files(self, place: Place, suffix: str) -> list[str]:
@@ -184,15 +178,14 @@ class Checker:
         """
         self._go_to(BASE_REF)
         git = Git(self.tree)
-        commits = [place.commit for place in stack]
-        if git.run("cherry-pick", *commits, accept=(0, 1)).returncode:
+        if git.run("cherry-pick", *(commit for _, commit in stack), accept=(0, 1)).returncode:
             found = f"conflicts in {', '.join(git.unmerged())}"
             git.run("cherry-pick", "--abort")
             what = "a patch does not apply to the release with what it needs"
             step = "name the patch that it stands on in its Needs:, or change it"
             raise ToolError(what, name, found=found, next_step=step)
         self._at = git.text("rev-parse", "HEAD")
-        return Place(git.text("rev-parse", f"{self._at}~1"), self._at)
+        return git.text("rev-parse", "HEAD~1"), self._at
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         """The result that an earlier run stored under this name, or a new one."""
@@ -205,35 +198,38 @@ class Checker:
         if self._at is None:
             shutil.rmtree(self.tree, ignore_errors=True)
             self.git.run("worktree", "prune")
-            self.git.run("worktree", "add", "--quiet", "--detach", str(self.tree.resolve()), commit)
-            self._add_built_files()
+            self.git.run("worktree", "add", "--quiet", "--detach", str(self.tree), commit)
+            # What a wheel has beyond the sources: kernels, generated modules.
+            sources = self.git.files("HEAD", PACKAGE)
+            for file in (self.site / PACKAGE).rglob("*"):
+                name = file.relative_to(self.site).as_posix()
+                if file.is_file() and name not in sources and "__pycache__" not in file.parts:
+                    (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+                    (self.tree / name).symlink_to(file.resolve())
         elif self._at != commit:
             Git(self.tree).run("checkout", "--quiet", "--force", "--detach", commit)
         self._at = commit
 
-    def _add_built_files(self) -> None:
-        """What a wheel has beyond the sources: kernels, generated modules."""
-        sources = self.git.files("HEAD", PACKAGE)
-        for file in (self.site / PACKAGE).rglob("*"):
-            name = file.relative_to(self.site).as_posix()
-            if file.is_file() and name not in sources and "__pycache__" not in file.parts:
-                link = self.tree / name
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(file.resolve())
-
     def _environment(self) -> dict[str, str]:
         # The package beside the tests comes before the installed one, also in what they start.
-        return testrun.test_environment(self.build, PYTHONPATH=str(self.tree.resolve()))
+        return testrun.test_environment(self.build, PYTHONPATH=str(self.tree))
 
     def _run(self, *command: str) -> tuple[int, str]:
         """Exit status and output of a command."""
-        place: dict[str, Any] = {"cwd": self.tree, "env": self._environment(), "timeout": LIMIT_S}
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run(command, input="", text=True, **place, **streams)
+        done = subprocess.run(
+            command,
+            cwd=self.tree,
+            env=self._environment(),
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         return done.returncode, done.stdout
 
     def _check_imports(self, place: Place) -> Finding:
-        self._go_to(place.commit)
+        self._go_to(place[1])
         touched = [
             re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".")
             for file in self._files(place, ".py")
@@ -244,7 +240,7 @@ class Checker:
         return Finding(status == 0, f"{len(modules)} modules", _tail(said) if status else "")
 
     def _check_linters(self, place: Place) -> Finding:
-        self._go_to(place.commit)
+        self._go_to(place[1])
         python, markdown = self._files(place, ".py"), self._files(place, ".md")
         commands = {}
         if python:
@@ -254,13 +250,10 @@ class Checker:
         if markdown:
             config = ("--config", MARKDOWN_CONFIG) if (self.tree / MARKDOWN_CONFIG).exists() else ()
             commands[" ".join(MARKDOWN[:2])] = (*MARKDOWN, *config, *markdown)
-        failed = {}
-        for name, command in commands.items():
-            status, said = self._run(*command)
-            if status:
-                failed[name] = _tail(said)
+        done = {name: self._run(*command) for name, command in commands.items()}
+        failed = {name: _tail(said) for name, (status, said) in done.items() if status}
         if failed:  # some hooks fix what they find
-            Git(self.tree).run("checkout", "--quiet", "--force", "--detach", place.commit)
+            Git(self.tree).run("checkout", "--quiet", "--force", "--detach", place[1])
         details = "\n".join(f"{name}:\n{said}" for name, said in failed.items())
         said = ", ".join(failed) or f"{len(python) + len(markdown)} files"
         return Finding(not failed, said, details)
@@ -268,17 +261,13 @@ class Checker:
     def _check_types(self, place: Place) -> Finding:
         before, after = map(self._mypy, place)
         # mypy tells of missing stubs once, at whichever file it comes to first.
-        fresh = sorted(
-            error
-            for error in (Counter(after) - Counter(before)).elements()
-            if not error.endswith("[import-untyped]")
-        )
+        new = (Counter(after) - Counter(before)).elements()
+        fresh = sorted(error for error in new if not error.endswith("[import-untyped]"))
         return Finding(not fresh, f"{len(fresh)} errors" if fresh else "no error", "\n".join(fresh))
 
     def _mypy(self, commit: str) -> list[str]:
         """The errors that mypy finds in the package and its tests, without line numbers."""
-        tree = self.git.tree_id(commit)[:12]
-        return self._kept(f"{tree}-mypy", lambda: self._run_mypy(commit))
+        return self._kept(f"{self.git.tree_id(commit)[:12]}-mypy", lambda: self._run_mypy(commit))
 
     def _run_mypy(self, commit: str) -> list[str]:
         self._go_to(commit)
@@ -289,15 +278,13 @@ class Checker:
             raise ToolError("vLLM's mypy hook does not tell its files", details=[groups])
         config = self.tree / ".pre-commit-config.yaml"
         lowest = MYPY_VERSION.search(config.read_text() if config.exists() else "")
-        mypy = (*MYPY, lowest[1] if lowest else "3.10")
-        said: list[str] = []
-        build = self.build.resolve()
+        mypy, said = (*MYPY, lowest[1] if lowest else "3.10"), []
         for name, names in json.loads(groups).items():
             if not names:
                 continue
-            (build / "mypy-files").write_text("\n".join(names))
+            (self.build / "mypy-files").write_text("\n".join(names))
             follow = ("--follow-imports", "skip") if name else ()
-            place = ("--cache-dir", str(build / "mypy"), f"@{build / 'mypy-files'}")
+            place = ("--cache-dir", str(self.build / "mypy"), f"@{self.build / 'mypy-files'}")
             status, out = self._run(*mypy, *follow, *place)
             if status not in (0, 1):
                 raise ToolError("mypy did not run", where=commit, details=out.splitlines())
@@ -309,7 +296,7 @@ class Checker:
         there = self.git.files(BASE_REF, "tests")
         counts, details = Counter[str](), []
         for file in files:
-            outcomes = self._run_tests(place.commit, file)
+            outcomes = self._run_tests(place[1], file)
             before: Results = {}
             if file in there and any(o.bad and not o.cannot_run for o in outcomes.values()):
                 before = self._run_tests(BASE_REF, file)
@@ -337,14 +324,6 @@ class Checker:
         if not results.is_file():
             self._go_to(commit)
         return testrun.run_file(file, self.tree, self._environment(), results, LIMIT_S)
-
-
-_GROUPS = """
-import json, runpy, sys
-hook = runpy.run_path("tools/pre_commit/mypy.py")
-names = [name for name in sys.argv[1:] if name.endswith((".py", ".pyi"))]
-print(json.dumps(hook["group_files"](names)))
-"""
 
 
 def _tail(text: str) -> str:
