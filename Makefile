@@ -76,7 +76,7 @@ FIRST_LOCKED := .venv/.locked-$(call lock_id,$(FIRST_LOCKS))
 LOCKED := $(VENV)/.locked-$(LOCK_ID)
 # What goes into a wheel, and the code that puts it there (tests/tools/test_digest.py): a change of
 # anything else builds no wheel again. The tools check that the build tree is release plus series.
-WRITERS := tools/series/series.py $(addprefix tools/wheel/,build.py plan.py sbom.py)
+WRITERS := tools/series/series.py $(addprefix tools/wheel/,build.py plan.py)
 INPUTS := $(WRITERS) patches/$(LINE)/upstream.toml
 more = grep '^version = ' pyproject.toml; grep '^cyclonedx-python-lib==' requirements/tools.txt
 PRISTINE_ID := $(call digest,$(call files,$(INPUTS)); $(more))

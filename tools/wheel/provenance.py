@@ -14,8 +14,7 @@ from tools.common.files import digest_of
 from tools.common.git import Git
 from tools.common.pin import BaseWheel, Pin, Project
 from tools.series.series import Series, fingerprint
-from tools.wheel.plan import read_wheel_version, tree_series
-from tools.wheel.sbom import list_inputs
+from tools.wheel.plan import list_inputs, read_wheel_version, tree_series
 
 EXAMPLE = "build/<line>/wheels-cuda/vllm-1.whl"
 # The pinned base wheel with the series laid over it: tools/wheel/plan.py.
