@@ -29,42 +29,17 @@ from tools.series.patch import IDENTITY, STATUS, STATUSES, leaves_tree, slug
 from tools.series.series import parse_series, render_series
 
 MINE = "[Core] My evening's work"
-HOSTILE = {
-    "user.name": "Somebody Else",
-    "user.email": "else@where",
-    "core.autocrlf": "true",
-    "core.abbrev": "5",
-    "core.quotePath": "false",
-    "commit.gpgSign": "true",
-    "init.defaultBranch": "other",
-    "diff.noprefix": "true",
-    "diff.mnemonicPrefix": "true",
-    "diff.algorithm": "histogram",
-    "diff.context": "9",
-    "diff.interHunkContext": "50",
-    "diff.renames": "copies",
-    "diff.external": "false",
-    "diff.relative": "true",
-    "diff.suppressBlankEmpty": "true",
-    "format.subjectPrefix": "HOSTILE",
-    "format.numbered": "true",
-    "format.signature": "hostile",
-    "format.signOff": "true",
-    "format.attach": "boundary",
-    "format.coverLetter": "true",
-    "format.thread": "deep",
-    "format.from": "true",
-    "format.to": "someone@else",
-    "format.headers": "X-Hostile: yes",
-    "format.encodeEmailHeaders": "false",
-    "format.pretty": "fuller",
-    "format.notes": "true",
-    "am.threeWay": "true",
-    "am.keepcr": "false",
-    "am.messageid": "true",
-    "mailinfo.scissors": "true",
-    "apply.whitespace": "fix",
-}
+HOSTILE = """
+    user.name=Somebody user.email=else@where commit.gpgSign=true init.defaultBranch=other
+    core.autocrlf=true core.abbrev=5 core.quotePath=false apply.whitespace=fix
+    diff.noprefix=true diff.mnemonicPrefix=true diff.algorithm=histogram diff.context=9
+    diff.interHunkContext=50 diff.renames=copies diff.external=false diff.relative=true
+    diff.suppressBlankEmpty=true format.subjectPrefix=HOSTILE format.numbered=true
+    format.signature=hostile format.signOff=true format.attach=boundary format.coverLetter=true
+    format.thread=deep format.from=true format.to=someone@else format.headers=X-Hostile:yes
+    format.encodeEmailHeaders=false format.pretty=fuller format.notes=true
+    am.threeWay=true am.keepcr=false am.messageid=true mailinfo.scissors=true
+"""
 ENVIRONMENT = {
     **{f"GIT_{name}": "/nowhere" for name in ("DIR", "WORK_TREE", "INDEX_FILE")},
     **{f"GIT_{who}_DATE": "2001-01-01T00:00:00" for who in ("AUTHOR", "COMMITTER")},
@@ -84,12 +59,13 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             hook.parent.mkdir(parents=True, exist_ok=True)
             hook.write_text("#!/bin/sh\nexit 1\n")
             hook.chmod(0o755)
-    places = {"core.hooksPath": str(home / "hooks"), "init.templateDir": str(home / "template")}
-    for key, value in (HOSTILE | places).items():
+    places = f"core.hooksPath={home / 'hooks'} init.templateDir={home / 'template'}"
+    found = dict(setting.split("=") for setting in f"{HOSTILE} {places}".split())
+    for key, value in found.items():
         git(home, "config", "--file", ".gitconfig", key, value)
     for key, value in {**ENVIRONMENT, "HOME": str(home), "XDG_CONFIG_HOME": str(home)}.items():
         monkeypatch.setenv(key, value)
-    return HOSTILE | places
+    return found
 
 
 def autosquash(toy: Toy, subject: str) -> None:

@@ -105,7 +105,8 @@ def state(project: Project) -> str | None:
     done = len(git.commits(f"{BASE_REF}..HEAD"))
     if (stopped := _sequencer(git)).exists():
         done = int((stopped / "msgnum").read_text()) - 1
-        at = f", stopped at {git.subject('REBASE_HEAD')}"
+        if git.commit_id("REBASE_HEAD"):
+            at = f", stopped at {git.subject('REBASE_HEAD')}"
     total = len(git.commits(f"{OLD_BASE}..{OLD_APPLIED}"))
     return f"onto vLLM {new.pin.version} in {new.tree}: {done} of {total} patches done{at}"
 
@@ -229,6 +230,9 @@ def git_rebase(
     else:
         git.refuse_dirt("there are changes beside the commits of the rebase")
         return
+    if done.returncode and not stopped.exists():
+        details = (done.stdout + done.stderr).decode(errors="replace").splitlines()
+        raise ToolError("git rebase failed", where=git.path, details=details)
     while done.returncode and drop_contained and not git.differs("--cached", "HEAD"):
         done = do("--skip")
     if done.returncode:
