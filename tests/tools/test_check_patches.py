@@ -257,26 +257,21 @@ def stand_alone(toy: Toy, name: str) -> Place:
     return checker.stand_alone(name, [where[other] for other in with_needs(series, [name])])
 
 
-def test_a_patch_alone_stands_on_the_release_with_what_it_needs(series: Toy) -> None:
+def test_a_patch_alone_stands_on_the_release_with_what_it_needs_or_is_refused(series: Toy) -> None:
     series.commit("[Core] Count", GOOD)
     series.commit("[Core] Stand aside", {"vllm/aside.py": HEADER})
     series.commit("[Core] Double", {"vllm/twice.py": HEADER}, "Needs: count.patch\n" + HEADERS)
+    series.commit("[Core] Break", {"vllm/rows.py": ROWS.replace("len(rows)", "0")})
     series.do("series", "export")
+    with pytest.raises(ToolError, match="does not apply to the release with what it needs") as said:
+        stand_alone(series, "break.patch")
+    assert "vllm/rows.py" in str(said.value.found)
     place = stand_alone(series, "double.patch")
     git = Git(series.build / "check-patches" / "vllm")
     assert [change.path for change in git.changes(*place)] == ["vllm/twice.py"]
     there = git.files(place[1])
     assert "vllm/rows.py" in there
     assert "vllm/aside.py" not in there
-
-
-def test_a_patch_that_does_not_apply_alone_is_refused(series: Toy) -> None:
-    series.commit("[Core] Count", GOOD)
-    series.commit("[Core] Break", {"vllm/rows.py": ROWS.replace("len(rows)", "0")})
-    series.do("series", "export")
-    with pytest.raises(ToolError, match="does not apply to the release with what it needs") as said:
-        stand_alone(series, "break.patch")
-    assert "vllm/rows.py" in str(said.value.found)
 
 
 def test_kernels_come_from_the_wheel_and_later_patches_modules_do_not(series: Toy) -> None:
