@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.pin import PinnedFile, Project, lines
 from tools.series.series import Series, read_series
 from tools.source.fetch import fetch, fetch_source

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from harness.checkpoint import make_checkpoint
 from harness.process import QUIET, Kept, free_port
 from tests.deploy.conftest import IMAGE, Stage
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.pin import DEFAULT_LINE
 from tools.source.index import Index
 

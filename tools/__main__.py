@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.pin import DEFAULT_LINE, Project
 
 _ROOT = Path(__file__).resolve().parent.parent

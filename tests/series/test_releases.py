@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.real import PROJECT, need_source, real_series
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.pin import Project
 from tools.series.rebase import CONFLICT, Trial, try_all
 from tools.series.target import find_target

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import HEADERS, Toy, write_files
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.git import Git
 from tools.series.series import read_series, with_needs
 from tools.series.tree import BASE_REF

@@ -10,7 +10,7 @@ import pytest
 import tools.__main__
 from tests.tools.toy import Toy
 from tools.__main__ import main, parser
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.git import Git, environment
 from tools.common.pin import Project
 

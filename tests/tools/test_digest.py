@@ -68,7 +68,7 @@ def copy(tmp_path: Path) -> Path:
         ("requirements/environment.txt", r"^pytest==", ()),
         ("tools/wheel/plan.py", r"\A", ("pristine", "series")),
         ("tools/wheel/verify.py", r"\A", ()),
-        ("tools/common/errors.py", r"\A", ()),
+        ("tools/common/git.py", r"\A", ()),
         ("tools/upstream/submit.py", r"\A", ()),
         ("tools/wheel/provenance.py", r"\A", ()),
     ],

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 
 # The user's configuration must not change the bytes that come out.
 _SETTINGS = {

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 
 # The default line; the Makefile reads it here.
 DEFAULT_LINE = "v0.20.2"

@@ -12,8 +12,7 @@ from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 from unearth import Package
 
-from tools.common.cli import Parser
-from tools.common.errors import ToolError
+from tools.common.cli import Parser, ToolError
 from tools.common.pin import Project
 from tools.source.index import Index, version_of
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.common.cli import add_downloads, add_flag, add_tree
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError, add_downloads, add_flag, add_tree
 from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Project

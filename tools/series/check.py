@@ -5,7 +5,7 @@ import argparse
 import re
 from collections.abc import Iterator
 
-from tools.common.errors import Problems, ToolError
+from tools.common.cli import Problems, ToolError
 from tools.common.pin import Project
 from tools.series.patch import IDENTITY, OWN_HEADER, STATUS, STATUSES, Patch, check_paths, slug
 from tools.series.series import Series, read_series

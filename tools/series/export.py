@@ -5,8 +5,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.common.cli import add_flag, add_tree
-from tools.common.errors import Problems, ToolError
+from tools.common.cli import Problems, ToolError, add_flag, add_tree
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import PatchSet
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 
 PROJECT_NAME = "vLLM routed experts"
 PROJECT_EMAIL = "patches@vllm-routed-experts.invalid"

@@ -12,8 +12,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NamedTuple
 
-from tools.common.cli import add_flag, add_path, table, tell
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError, add_flag, add_path, table, tell
 from tools.common.files import replace_all, staging
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project

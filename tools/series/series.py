@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tools.common.errors import Problems, ToolError
+from tools.common.cli import Problems, ToolError
 from tools.common.files import replace_all
 from tools.common.pin import Pin
 from tools.series.patch import Patch

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools.common.cli import add_flag, count
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError, add_flag, count
 from tools.common.git import Git
 from tools.common.pin import Project, lines
 from tools.series import rebase

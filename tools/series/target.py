@@ -12,7 +12,7 @@ import tomlkit
 from packaging.version import InvalidVersion, Version
 from unearth import Package
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.files import staging, write
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, PinnedFile, Project

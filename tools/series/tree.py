@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from backports import tarfile
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.git import Git
 from tools.common.pin import Pin, Project
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME

@@ -12,8 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tools.common.cli import add_downloads
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError, add_downloads
 from tools.common.files import digest_of
 from tools.common.git import Git
 from tools.common.pin import PinnedFile, Project

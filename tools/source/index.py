@@ -11,7 +11,7 @@ from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 from unearth import Package, PackageFinder
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.pin import PinnedFile
 
 CHECK_NETWORK = "check the network and PIP_INDEX_URL"

@@ -14,8 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.common.cli import add_flag, add_path, table, tell
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError, add_flag, add_path, table, tell
 from tools.common.files import digest_of, write
 from tools.common.git import Git
 from tools.common.pin import Project

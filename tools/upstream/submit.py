@@ -10,8 +10,7 @@ from email.utils import parseaddr
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.common.cli import add_flag, add_path, count, tell
-from tools.common.errors import Problems, ToolError
+from tools.common.cli import Problems, ToolError, add_flag, add_path, count, tell
 from tools.common.files import replace_all
 from tools.common.git import Git
 from tools.common.pin import Project

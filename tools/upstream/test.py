@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from backports import tarfile
 
-from tools.common.cli import add_path, table, tell
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError, add_path, table, tell
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import IO
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
-from tools.common.cli import add_downloads, add_path, add_tree
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError, add_downloads, add_path, add_tree
 from tools.common.files import digest_of, replacing
 from tools.common.pin import Project
 from tools.source.fetch import fetch, need_space

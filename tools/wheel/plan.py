@@ -24,7 +24,7 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packaging.tags import Tag, parse_tag
 from packaging.version import Version
 
-from tools.common.errors import ToolError
+from tools.common.cli import ToolError
 from tools.common.git import Git
 from tools.common.pin import BaseWheel, Pin, PinnedFile, Project
 from tools.series.series import Series, fingerprint, read_series

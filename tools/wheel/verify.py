@@ -17,8 +17,7 @@ from pathlib import Path
 from packaging.tags import Tag, parse_tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from tools.common.cli import add_downloads, add_tree
-from tools.common.errors import Problems, ToolError
+from tools.common.cli import Problems, ToolError, add_downloads, add_tree
 from tools.common.pin import Project
 from tools.source.fetch import fetch
 from tools.wheel.plan import PACKAGE, Plan, plan_wheel, read_wheel_version, tree_series
