@@ -625,10 +625,10 @@ def test_records_of_another_series_are_named(toy: Toy) -> None:
     results = toy.root / "benchmarks/results"
     (results / "line").mkdir(parents=True)
     today = status(toy)["series"].split()[-1].removesuffix("...")
-    (results / "new.md").write_text(f"# New\n\nseries: {today}\n")
-    (results / "old.md").write_text("# Old\n\nseries: 0123456789abcdef\n")
-    (results / "line/both.md").write_text(f"series: {today}\nseries: 0123456789abcdef, some\n")
-    (results / "README.md").write_text("A record says `series: <fingerprint>`.\n")
+    (results / "new.md").write_text(f"# New\n\nseries: {today}\nof vLLM `0123456789abcdef`\n")
+    (results / "old.md").write_text("# Old, with the series of 3 patches (`0123456789abcdef`)\n")
+    (results / "line/both.md").write_text(f"Series: `{today}`\nseries: 0123456789abcdef, some\n")
+    (results / "README.md").write_text("Of the series (`7b32d2b`), sha256 {'0' * 64}.\n")
     assert status(toy)["records"] == "of another series: line/both.md, old.md"
 
 

@@ -22,6 +22,8 @@ from tools.source.index import Index, releases
 
 EXAMPLE = "--offline"
 PACKAGE = "vllm"
+# As "series: 0123456789abcdef" or "series of 3 patches (`0123456789abcdef`)".
+_STATED = re.compile(r"\bseries\b.{0,60}?\b([0-9a-f]{16})\b", re.IGNORECASE)
 APPLIED, CHANGED, ABSENT = "applied", "differs", "not applied"
 
 
@@ -96,14 +98,13 @@ def newest_release(project: Project) -> str:
 
 
 def old_records(project: Project) -> list[str]:
-    """Records whose line "series: <fingerprint>" is that of no line's series today."""
+    """Records that state the first 16 digits of a fingerprint of no line's series today."""
     top, found, today = project.root / "benchmarks/results", [], set[str]()
     for line in (Project(project.root, name) for name in lines(project.root)):
         with contextlib.suppress(ToolError):  # the status of that line tells of it
             today.add(fingerprint(read_series(line.series_file), line.pin)[:16])
     for path in sorted(top.rglob("*.md")):
-        stated = re.findall(r"^series: ([0-9a-f]{16})\b", path.read_text(), re.MULTILINE)
-        if not today.issuperset(stated):
+        if not today.issuperset(_STATED.findall(path.read_text())):
             found.append(path.relative_to(top).as_posix())
     return found
 

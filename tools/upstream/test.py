@@ -25,7 +25,7 @@ from tools.upstream.hubcache import recipe
 from tools.upstream.testrun import PASSED, SKIPPED, Outcome, Results, is_test_file
 from tools.wheel.verify import verify_installed
 
-EXAMPLE = "--out benchmarks/results/upstream-tests.md"
+EXAMPLE = "--out benchmarks/results/<line>/upstream-tests.md"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
