@@ -128,6 +128,14 @@ def test_a_topic_is_one_branch_of_all_its_patches(toy: Toy, clone: Path) -> None
     assert subjects(clone, "rows/all") == ["[Core] Count rows", "[Misc] Drop the old module"]
     assert f"branch rows/all: {FIRST}, {THIRD}" in out
     assert "### [Misc] Drop the old module" in text(toy, "rows-all")
+    # What other pull requests hold stands between the topic's own patches.
+    add(toy, "[Core] One", "one")
+    add(toy, "[Core] Two", "two", needing("one.patch"))
+    submit(toy, clone, FIRST, "two", "--topic", "two")
+    assert subjects(clone, "two") == ["[Core] Count rows", "[Core] One", "[Core] Two"]
+    said = text(toy, "two")
+    assert "Not for review:\n\n- [Core] One\n\n" in said
+    assert "pre-commit run --files vllm/envs.py vllm/two.py\n" in said
 
 
 def test_a_patch_stands_on_what_it_needs_and_on_what_these_need(toy: Toy, clone: Path) -> None:

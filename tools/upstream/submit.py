@@ -210,7 +210,7 @@ def submit(
             inside = with_needs(series, mine)
             stack = [pair for pair in zip(series, commits, strict=True) if pair[0].name in inside]
             head = make_branch(git, base, stack, who)
-            below = [other for other in inside if other not in mine]
+            below = [patch for patch, _ in stack if patch.name not in mine]
             tell(f"{name}: {count(len(inside), 'commit')} on {base.label}")
             old = base.git.commit_id(f"refs/heads/{name}")
             in_use = name == base.git.current_branch()
@@ -220,21 +220,21 @@ def submit(
                 step = "look at it, then: --replace; or another name: --topic"
                 raise ToolError(what, where, found=found, next_step=step)
             path = project.build / "submit" / f"{name.replace('/', '-')}.md"
-            texts[path] = render_request(base, patches, len(below), head).encode()
+            texts[path] = render_request(base, patches, below).encode()
             refs += f"update refs/heads/{name} {head}\n"
             said.append(f"branch {name}{' (as it was)' if old == head else ''}: {', '.join(mine)}")
             if below:
-                said.append(f"  stacked on {', '.join(below)}: these go first, or with it")
+                names = ", ".join(patch.name for patch in below)
+                said.append(f"  stacked on {names}: these go first, or with it")
             said.append(f"  pull request: {path}")
         replace_all(texts, lambda: base.git.run("update-ref", "--stdin", stdin=refs.encode()))
     return said
 
 
-def render_request(base: Base, patches: Sequence[Patch], below: int, head: str) -> str:
-    """The pull request's text. ``head`` is the branch: ``below`` commits of other pull requests,
-    then the patches."""
-    git = base.git
-    files = [c.path for c in git.changes(f"{head}~{len(patches)}", head) if c.status != "D"]
+def render_request(base: Base, patches: Sequence[Patch], below: Sequence[Patch]) -> str:
+    """The pull request's text; ``below`` are patches of other pull requests in the branch."""
+    changed = (file for patch in patches for file in patch.diff if not file.is_removed_file)
+    files = sorted({file.path for file in changed})
     purpose, tested = [], []
     for patch in patches:
         text = _TRAILER.sub("", message_for(patch).partition("\n\n")[2]).strip()
@@ -243,15 +243,16 @@ def render_request(base: Base, patches: Sequence[Patch], below: int, head: str) 
         purpose += [f"### {patch.subject}"] if len(patches) > 1 else []
         purpose += [text for text in paragraphs if text not in tested]
     if below:
-        subjects = (git.subject(commit) for commit in git.commits(f"{base.commit}..{head}")[:below])
         purpose += [
-            f"**Stacked.** This branch stands on {count(below, 'commit')} of other pull requests. "
-            f"Review only the last {count(len(patches), 'commit')}. Below:",
-            "\n".join(f"- {subject}" for subject in subjects),
+            f"**Stacked.** This branch also has {count(len(below), 'commit')} of other pull "
+            f"requests. Review only the other {count(len(patches), 'commit')}. Not for review:",
+            "\n".join(f"- {patch.subject}" for patch in below),
         ]
     commands = [f".venv/bin/python -m pytest {file} -v" for file in files if is_test_file(file)]
     # Upstream's own checklist, unticked: the person ticks it.
-    template = git.read(base.commit, _TEMPLATE) or b"(the base has no template for pull requests)"
+    template = (
+        base.git.read(base.commit, _TEMPLATE) or b"(the base has no template for pull requests)"
+    )
     match = re.search(rb"<details>.*</details>", template, re.DOTALL)
     text = _REQUEST.format(
         label=base.label,
