@@ -110,7 +110,7 @@ def targets() -> list[str]:
     return re.findall(r"^([A-Za-z0-9_][\w.-]*):(?!=)", read("Makefile"), re.MULTILINE)
 
 
-# --- Makefile, README, .ci/run --------------------------------------------------------------------
+# --- Makefile, README ----------------------------------------------------------------------------
 
 
 def listed(*arguments: str) -> list[str]:
@@ -165,13 +165,6 @@ def test_patch_that_contributing_edits_is_in_the_series() -> None:
     # A long subject goes on in the next line.
     subjects = [p.read_text().partition("\n\n")[0].replace("\n ", " ") for p in patches]
     assert any(words in subject for subject in subjects)
-
-
-def test_ci_runs_the_test_command_and_nothing_else() -> None:
-    script = [line for line in read(".ci/run").splitlines() if line and not line.startswith("#")]
-    assert [line.split()[0] for line in script] == ["set", "cd", "exec"]
-    assert script[-1] == "exec make test"
-    assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
 def test_documentation_is_that_of_the_series() -> None:

@@ -86,13 +86,6 @@ def test_compose_wants_every_setting(name: str) -> None:
         substitute(COMPOSE, **{k: v for k, v in SETTINGS.items() if k != name})
 
 
-def test_compose_gives_gpus_and_shared_memory() -> None:
-    found = service()
-    (devices,) = found["deploy"]["resources"]["reservations"]["devices"]
-    assert devices["capabilities"] == ["gpu"]
-    assert found["shm_size"] == "16gb"
-
-
 def test_compose_opens_its_port_to_the_machine_alone() -> None:
     assert all(port.startswith("127.0.0.1:") for port in service()["ports"])
 
@@ -129,10 +122,6 @@ def test_manifests_meet_the_schemas_of_kubernetes(
 ) -> None:
     for document in documents(stage, *which):
         kubernetes_validate.validate(document, version, strict=True)
-
-
-def test_the_file_itself_cannot_be_applied_by_mistake() -> None:
-    assert "image: IMAGE\n" in (DEPLOY / "kubernetes.yaml").read_text()
 
 
 def test_the_pod_gets_traffic_only_when_it_answers(stage: Stage) -> None:
