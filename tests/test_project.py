@@ -36,7 +36,7 @@ RECORDS = ("patches/", "benchmarks/results/", "CHANGELOG.md")
 CLIENT_LOCKS = [
     f"clients-{name}" for name in ("megatron-core", "ms-swift", "skyrl", "verifiers", "verl")
 ]
-# Of every other line than the first.
+# The locks of all lines but the first.
 LINE_LOCKS = [project.line for project in PROJECTS if project.line != DEFAULT_LINE]
 LOCKS = tuple(
     f"requirements/{name}.txt"

@@ -23,7 +23,7 @@ PACKAGES = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """All packages and commands. The help is a package's docstring and that of a command's ``run``.
+    """All packages and commands. The help is the docstring of a package and of a command's ``run``.
     ``EXAMPLE`` of a command is an example of arguments, and ``declare``, if any, adds them."""
     top = argparse.ArgumentParser(
         prog="python -m tools",

@@ -148,7 +148,7 @@ def test_the_same_commit_gives_the_same_bytes_in_another_directory(
     other = made.copy(tmp_path / "elsewhere")
     shutil.rmtree(other.build / "release")
     assert made.snapshot(release_of(made)) == other.snapshot(build(other))
-    # One that is there is compared and kept.
+    # A release that is there already is compared and kept.
     (release_of(other) / "CHANGES.md").write_text("mine\n")
     assert "another release of this number" in make_release(other).stderr
     assert (release_of(other) / "CHANGES.md").read_text() == "mine\n"

@@ -581,7 +581,7 @@ def _wide(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def status(toy: Toy, *arguments: str) -> dict[str, str]:
-    """The lines of a status by their topic; those of patches by name."""
+    """The lines of a status by their topic; a patch has its name as the topic."""
     said: dict[str, str] = {}
     for line in toy.do("series", "status", *arguments).splitlines():
         what, _, rest = line.strip().partition(" ")

@@ -382,7 +382,7 @@ def test_a_name_that_is_not_ours_is_refused(toy: Toy, name: str, said: str) -> N
 
 @pytest.fixture
 def site(toy: Toy) -> Path:
-    """What an installer leaves behind, in short."""
+    """What an installer leaves, in short."""
     site = toy.root / "site"
     with zipfile.ZipFile(build(toy)) as wheel:
         wheel.extractall(site)

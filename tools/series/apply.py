@@ -49,8 +49,8 @@ def am(git: Git, patch: Patch) -> str:
     """Make one commit of a patch on HEAD, or raise; returns the commit, whose message names the
     patch.
 
-    The blobs before and after must be those of the diff's ``index`` lines: a patch that moved or
-    was edited by hand is refused.
+    The diff's ``index`` lines must state the blobs before and after: a patch that moved or was
+    edited by hand is refused.
     """
     if problems := check_paths(patch):
         raise problems[0]

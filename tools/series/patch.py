@@ -87,7 +87,7 @@ class Patch:
 
     @cached_property
     def needs(self) -> tuple[str, ...]:
-        """The earlier patches that ``Needs:`` headers name, without those that these need."""
+        """The earlier patches that ``Needs:`` headers name, without what these need."""
         lines = re.findall(r"^Needs:(.*)", self.body, re.MULTILINE)
         return tuple(filter(None, re.split(r"[,\s]+", " ".join(lines))))
 

@@ -295,7 +295,7 @@ def _prove(new: Project, names: list[str]) -> None:
 
 
 def _move_submodule(project: Project, new: Project) -> None:
-    """Set the submodule's commit in the repository's index to that of the new pin."""
+    """Set the submodule's commit in the repository's index as the new pin says."""
     name, commit = new.pin.submodule, new.pin.commit
     if name is None or not (project.root / ".git").exists():
         return

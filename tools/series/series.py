@@ -53,7 +53,7 @@ def choose(series: Series, names: Iterable[str]) -> list[Patch]:
 
 
 def with_needs(patches: Iterable[Patch], names: Iterable[str]) -> list[str]:
-    """The named patches, those that they need and those that these need, in order."""
+    """The named patches and all that they need, directly or through others, in order."""
     known = {patch.name: patch for patch in patches}
     found, more = set[str](), set(names)
     while more:

@@ -33,8 +33,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Show the state of the series on one screen: pin, newest release, every patch with its
-    upstream status, what is applied, whether an export would change a file, what drifted, which
-    records are of another series. Works without a network: then the newest release is unknown."""
+    upstream status, what is applied, whether an export would change a file, what drifted. Names
+    records of another series. Works without a network: then the newest release is unknown."""
     facts = Table.grid(padding=(0, 2))
     patches = Table("patch", "upstream", "+", "-", "files", "build tree", box=None)
     for what, said in report(project, arguments.offline, patches):
@@ -86,7 +86,7 @@ def report(project: Project, offline: bool, patches: Table) -> Iterator[tuple[st
 
 
 def newest_release(project: Project) -> str:
-    """How far behind the newest release the pin is; unknown without an answer."""
+    """The newest release, and how many came after the pinned one; unknown without an answer."""
     try:
         known = releases(Index().files(project.pin.source.distribution))
     except ToolError as error:

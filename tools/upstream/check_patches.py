@@ -171,7 +171,7 @@ class Checker:
         return [c.path for c in changes if c.status != "D" and c.path.endswith(suffix)]
 
     def stand_alone(self, name: str, stack: Sequence[Place]) -> Place:
-        """A patch on the release, above only those that it needs.
+        """A patch on the release, above only what it needs.
 
         ``stack`` has the places of these in the series, and the patch's own last.
         """
@@ -317,7 +317,7 @@ class Checker:
         return Finding(not details, ", ".join(said), "\n".join(details))
 
     def _run_tests(self, commit: str, file: str) -> Results:
-        """The results of one test file, or those that an earlier run left."""
+        """The results of one test file, made now or left by an earlier run."""
         key = f"{self.git.tree_id(commit)[:12]}-{recipe()[:8]}"
         results = self.results / key / Path(file).with_suffix(".xml")
         if not results.is_file():

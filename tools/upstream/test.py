@@ -96,7 +96,7 @@ class Comparison(NamedTuple):
 def run_side(
     name: str, git: Git, site: Path | None, files: Iterable[str], build: Path
 ) -> dict[str, Results]:
-    """Run the files that exist in the tree ``git``, less those that an earlier run finished.
+    """Run the files that exist in the tree ``git``, less what an earlier run finished.
 
     ``site`` is where its wheel is installed; None: in this Python.
     """
