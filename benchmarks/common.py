@@ -33,11 +33,6 @@ class Gpu:
             self._nvml = pynvml
 
     @property
-    def name(self) -> str:
-        """Its name, or empty."""
-        return str(self._nvml.nvmlDeviceGetName(self._handle)) if self.there else ""
-
-    @property
     def there(self) -> bool:
         """Whether there is a GPU."""
         return self._nvml is not None
@@ -132,7 +127,14 @@ def end_orderly(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
+def read_peak(process: int | str = "self") -> int:
+    """The most bytes of memory that a process has had."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def table(head: str | Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table. A head that is a text has " | " between its cells."""
+    heads = head.split(" | ") if isinstance(head, str) else head
+    lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"

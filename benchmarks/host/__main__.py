@@ -30,7 +30,6 @@ import gc
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common import ROOT, command, table
+from benchmarks.common import ROOT, command, read_peak, table
 from benchmarks.host import BLOCK, PARTS, TOP_K
 from harness.lines import FIRST, LINES
 
@@ -119,13 +118,6 @@ def measure_memory(args: argparse.Namespace) -> float:
     before = read_peak()
     engine.step()
     return (read_peak() - before) / 1e6
-
-
-def read_peak() -> int:
-    """The most bytes of memory that this process has had."""
-    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
 
 
 def average(steps: np.ndarray) -> np.ndarray:

@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -32,8 +29,8 @@ from typing import Any
 import psutil
 
 from benchmarks.common import WORK, Failure, Gpu, Records, command, end_orderly, tell
-from benchmarks.overhead.builds import Process, Variant, read_builds, read_variants
-from benchmarks.overhead.engine import Engine, engine_arguments, engine_options
+from benchmarks.overhead.builds import Variant, read_builds, read_variants
+from benchmarks.overhead.engine import Engine, engine_arguments, engine_options, running
 from benchmarks.overhead.loads import Load, loads_of, modes_of
 from benchmarks.overhead.report import write_report
 from harness.shapes import MODELS, model_config
@@ -87,13 +84,7 @@ class Bench:
         """Start the engines, one after the other; at the end, stop all."""
         arguments = self.arguments
         with contextlib.ExitStack() as stack:
-            sockets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            for number, variant in enumerate(self.variants):
-                path = sockets / f"{number}"
-                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-                listener.bind(str(path))
-                listener.listen(1)
-                listener.settimeout(1.0)
+            for variant in self.variants:
                 options = engine_options(arguments.model, arguments.kv_gib) | arguments.options
                 settings = {
                     "name": variant.name,
@@ -105,14 +96,8 @@ class Bench:
                 env = {"VLLM_CACHE_ROOT": str(WORK / "cache" / variant.build.name)}
                 if arguments.model == "tiny":
                     env["TORCH_COMPILE_DISABLE"] = "1"
-                process = Process(
-                    variant.build,
-                    ["-m", "benchmarks.overhead.worker", str(path), json.dumps(settings)],
-                    WORK / "logs" / f"{variant.name.replace(' ', '-').replace('#', '')}.log",
-                    env,
-                )
-                stack.enter_context(process)
-                self.engines.append(Engine(variant, process, listener))
+                log = WORK / "logs" / f"{variant.name.replace(' ', '-').replace('#', '')}.log"
+                self.engines.append(stack.enter_context(running(variant, settings, log, env)))
             # All import vLLM at once; then engines start in turn, without --together. So none
             # chooses its kernels while another keeps the GPU busy, and engines of one build share
             # what the first compiled.

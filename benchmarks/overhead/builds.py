@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import ROOT
-from harness.process import QUIET, Kept
 
 FLAGS = ("off", "on", "opt-in")
 
@@ -104,20 +103,3 @@ def read_variants(words: Sequence[str], builds: Mapping[str, Build]) -> list[Var
         copy = 1 + sum((v.build.name, v.flag) == (name, flag) for v in variants)
         variants.append(Variant(builds[name], flag, copy))
     return variants
-
-
-class Process(Kept):
-    """A process of a build, in the repository."""
-
-    def __init__(
-        self, build: Build, python: Sequence[str], log: Path, env: Mapping[str, str] | None = None
-    ) -> None:
-        """Prepare; entering the context starts it.
-
-        Args:
-            build: the build it runs with.
-            python: arguments of Python.
-            log: file for its output, overwritten.
-            env: variables on top of this process's own and of QUIET.
-        """
-        super().__init__(build.command(python), log, env, common=QUIET, cwd=ROOT)

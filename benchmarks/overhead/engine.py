@@ -7,13 +7,18 @@ import argparse
 import contextlib
 import json
 import socket
+import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.common import Failure
-from benchmarks.overhead.builds import Process, Variant
+from benchmarks.common import ROOT, Failure
+from benchmarks.overhead.builds import Variant
+from harness.process import QUIET, Kept
 
 
 def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
@@ -64,15 +69,30 @@ def generate_queued(llm: Any, prompts: list[Any], params: Any) -> tuple[list[Any
     return llm.wait_for_completion(use_tqdm=False), time.perf_counter() - began
 
 
+@contextlib.contextmanager
+def running(
+    variant: Variant, settings: dict[str, Any], log: Path, env: Mapping[str, str]
+) -> Iterator[Engine]:
+    """Start the worker process of an engine, in the repository; `hear` waits for it."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = f"{folder}/engine"
+        listener.bind(path)
+        listener.listen(1)
+        listener.settimeout(1.0)
+        python = ["-m", "benchmarks.overhead.worker", path, json.dumps(settings)]
+        command = variant.build.command(python)
+        with Kept(command, log, env, common=QUIET, cwd=ROOT) as process:
+            yield Engine(variant, process, listener)
+
+
 class Engine:
     """A worker process and the socket to it."""
 
-    def __init__(self, variant: Variant, process: Process, listener: socket.socket) -> None:
+    def __init__(self, variant: Variant, process: Kept, listener: socket.socket) -> None:
         self.variant = variant
         self.process = process
         self._listener = listener
-        self._connection: socket.socket | None = None
-        self._lines: Any = None
+        self._connection: Connection | None = None
 
     def hear(self, timeout_s: float) -> dict[str, Any]:
         """The next message; the first waits for the worker to connect.
@@ -84,21 +104,14 @@ class Engine:
         while self._connection is None:
             self._look(ends)
             with contextlib.suppress(TimeoutError):
-                self._connection, _ = self._listener.accept()
-                self._lines = self._connection.makefile("rb")
-        # A line may come in pieces, and a file object cannot be used after a timeout.
-        while True:
-            self._look(ends)
-            self._connection.settimeout(1.0)
-            with contextlib.suppress(TimeoutError):
-                if self._connection.recv(1, socket.MSG_PEEK) == b"":
-                    raise Failure(self._told("ended"))
-                break
-        self._connection.settimeout(max(5.0, ends - time.monotonic()))
+                accepted, _ = self._listener.accept()
+                self._connection = Connection(accepted.detach())
         try:
-            message = json.loads(self._lines.readline())
-        except (OSError, ValueError) as error:
-            raise Failure(self._told(f"broke off: {error}")) from error
+            while not self._connection.poll(1.0):
+                self._look(ends)
+            message: dict[str, Any] = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise Failure(self._told("ended")) from error
         if "error" in message:
             raise Failure(self._told(message["error"]))
         return message
@@ -112,7 +125,7 @@ class Engine:
         """Send a command to the worker; `hear` returns its answer. Raises Failure if it is gone."""
         assert self._connection is not None
         try:
-            self._connection.sendall((json.dumps({"do": do, **arguments}) + "\n").encode())
+            self._connection.send({"do": do, **arguments})
         except OSError as error:
             raise Failure(self._told(f"is gone: {error}")) from error
 

@@ -128,6 +128,14 @@ def timed(records: Iterable[Record]) -> dict[str, dict[tuple[int, int], dict[Lab
     return turns
 
 
+def compare_turns(pairs: Sequence[tuple[Record, Record]], key: str = "seconds") -> Estimate:
+    return compare(*([turn[key] for turn in turns] for turns in zip(*pairs, strict=True)))
+
+
+def median_of(turns: Iterable[Record], key: str) -> float:
+    return statistics.median(turn[key] for turn in turns)
+
+
 def comparisons(records: Sequence[Record]) -> list[Comparison]:
     """Everything that can be compared within rounds."""
     engines = engines_of(records)
@@ -143,24 +151,18 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
             both = {key: r for key, r in rounds.items() if label in r and reference in r}
             if not both:
                 continue
-            mine = [r[label] for r in both.values()]
-            its = [r[reference] for r in both.values()]
-            seconds = compare([t["seconds"] for t in mine], [t["seconds"] for t in its])
+            turns_of_both = [(r[label], r[reference]) for r in both.values()]
             step, step_us = None, None
-            if all(t["step_us"] for t in mine + its):
-                step = compare([t["step_us"] for t in mine], [t["step_us"] for t in its])
-                step_us = (
-                    statistics.median(t["step_us"] for t in its),
-                    statistics.median(t["step_us"] for t in mine),
+            if all(turn["step_us"] for pair in turns_of_both for turn in pair):
+                step = compare_turns(turns_of_both, "step_us")
+                mine, its = zip(*turns_of_both, strict=True)
+                step_us = median_of(its, "step_us"), median_of(mine, "step_us")
+            starts = [
+                compare_turns(
+                    [(r[label], r[reference]) for key, r in both.items() if key[0] == start]
                 )
-            starts = []
-            for start in sorted({key[0] for key in both}):
-                own = [r for key, r in both.items() if key[0] == start]
-                starts.append(
-                    compare(
-                        [r[label]["seconds"] for r in own], [r[reference]["seconds"] for r in own]
-                    )
-                )
+                for start in sorted({key[0] for key in both})
+            ]
             against_off = by_name[reference[0]]["flag"] == "off"
             found.append(
                 Comparison(
@@ -168,7 +170,7 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
                     in_words(label, by_name[label[0]]),
                     in_words(reference, by_name[reference[0]]),
                     target_of(load, label[1]) if against_off else None,
-                    seconds,
+                    compare_turns(turns_of_both),
                     step,
                     step_us,
                     starts,
@@ -199,8 +201,8 @@ def spreads(records: Sequence[Record]) -> list[list[str]]:
                     f"{100 * (quarters[2] - quarters[0]) / middle:.2f} %",
                     slow,
                     f"{statistics.median(steps):,.1f}" if steps else "",
-                    f"{statistics.median(t['rows_bytes'] for t in turns) / 1e6:,.2f}",
-                    f"{statistics.median(t['cached_tokens'] for t in turns):,.0f}",
+                    f"{median_of(turns, 'rows_bytes') / 1e6:,.2f}",
+                    f"{median_of(turns, 'cached_tokens'):,.0f}",
                 ]
             )
     return rows
@@ -288,17 +290,7 @@ def report_text(records: Sequence[Record]) -> str:
         + ".\n",
         "## Cost\n",
         table(
-            [
-                "Load",
-                "Compared",
-                "With",
-                "Time",
-                "Step",
-                "Step, µs",
-                "Rounds",
-                "May cost",
-                "Verdict",
-            ],
+            "Load | Compared | With | Time | Step | Step, µs | Rounds | May cost | Verdict",
             [
                 [
                     c.load,
@@ -324,7 +316,7 @@ def report_text(records: Sequence[Record]) -> str:
         parts += [
             "The same, start by start (each has engines of its own):\n",
             table(
-                ["Load", "Compared", "With", "Time"],
+                "Load | Compared | With | Time",
                 [
                     [c.load, c.label, c.reference, ", ".join(map(str, c.starts))]
                     for c in found
@@ -337,17 +329,7 @@ def report_text(records: Sequence[Record]) -> str:
         "Spread is the distance of the quartiles; slow rounds are more than 3 % above the median. "
         "Rows are what requests got in a round.\n",
         table(
-            [
-                "Load",
-                "Engine",
-                "Rounds",
-                "Median, s",
-                "Spread",
-                "Slow",
-                "Step, µs",
-                "Rows, MB",
-                "Cached tokens",
-            ],
+            "Load | Engine | Rounds | Median, s | Spread | Slow | Step, µs | Rows, MB | Cached",
             spreads(records),
         ),
     ]
@@ -357,13 +339,13 @@ def report_text(records: Sequence[Record]) -> str:
             "## Kernels of a decode step\n",
             "Of one request, from torch's profiler, and what runs in a second in which the engine "
             "has nothing to do.\n",
-            table(["Engine", "Kernels", "Copies", "In an idle second"], kernels),
+            table("Engine | Kernels | Copies | In an idle second", kernels),
         ]
     if memory:
         parts += [
             "## Peak memory\n",
             "On the GPU by torch's allocator, on the host the sum of the processes, GiB.\n",
-            table(["Engine", "GPU, allocated", "GPU, reserved", "Host"], memory),
+            table("Engine | GPU, allocated | GPU, reserved | Host", memory),
         ]
     equal = "; ".join(f"{load} {n} of {of}" for load, (n, of) in tokens_of(records).items())
     idle = sum(t["idle_cpu_s"] for t in turns) / sum(t["seconds"] for t in turns)

@@ -3,9 +3,9 @@
 
     python -m benchmarks.overhead.worker SOCKET SETTINGS
 
-Messages are lines of JSON. The first message says that vLLM is imported. Then each line
-`{"do": NAME, ...}` calls the method of that name and is answered with one line: a dictionary, with
-"error" if the call failed.
+Messages are dictionaries. The first one says that vLLM is imported. Then each message
+`{"do": NAME, ...}` calls the method of that name, and is answered with what it returns, or with an
+"error".
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
-import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+from benchmarks.common import read_peak
 from benchmarks.overhead.engine import generate_queued
 from benchmarks.overhead.loads import SHARES, Load, loads_of
 from benchmarks.overhead.probe import kernels_of_a_step
@@ -167,10 +167,7 @@ class Engine:
     def memory(self) -> dict[str, Any]:
         """Peak bytes on the GPU, and in the host's memory, summed over the processes."""
         me = psutil.Process()
-        host = 0
-        for process in [me, *me.children(recursive=True)]:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            host += 1024 * int(status.split("VmHWM:")[1].split()[0])
+        host = sum(read_peak(process.pid) for process in [me, *me.children(recursive=True)])
         return {"host": host, **self.llm.collective_rpc("probe_memory")[0]}
 
     def kernels(self, modes: list[str]) -> dict[str, Any]:
@@ -196,27 +193,23 @@ class Engine:
 
 def main() -> int:
     path, settings = sys.argv[1], json.loads(sys.argv[2])
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    lines = connection.makefile("rw", encoding="utf-8")
-
-    def say(message: dict[str, Any]) -> None:
-        lines.write(json.dumps(message) + "\n")
-        lines.flush()
+    connection = Client(path)
 
     # All of vLLM: its own module imports next to nothing.
     from vllm import LLM, SamplingParams  # noqa: F401
 
-    say({"hello": settings["name"], "pid": os.getpid()})
+    connection.send({"hello": settings["name"]})
     engine = Engine(settings)
-    for line in lines:
-        message = json.loads(line)
+    while True:
         try:
-            say(getattr(engine, message.pop("do"))(**message))
+            message = connection.recv()
+        except EOFError:
+            return 0
+        try:
+            connection.send(getattr(engine, message.pop("do"))(**message))
         except Exception as error:
             traceback.print_exc()
-            say({"error": f"{type(error).__name__}: {error}"})
-    return 0
+            connection.send({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from examples.client import Completion
 from gpu.layouts.answers import (
     MARGIN,
-    Answer,
     Failed,
     Logits,
     check_answers,
@@ -55,7 +55,7 @@ class Run:
         self.lock = threading.Lock()
         self.out.mkdir(parents=True, exist_ok=True)
         self.record = self.out / "cells.jsonl"
-        self.references: dict[str, tuple[dict[int, Answer], Logits]] = {}
+        self.references: dict[str, tuple[dict[int, Completion], Logits]] = {}
 
     def results(self) -> dict[str, dict[str, Any]]:
         if not self.record.exists():

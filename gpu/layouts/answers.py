@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import pickle
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from examples.client import Completion
 from gpu.layouts.cells import LENGTHS, OPTIONS, asks, make_prompts
 
 MARGIN = 0.1
@@ -21,35 +21,15 @@ class Failed(Exception):
     """The cell's engines did not do what was asked."""
 
 
-@dataclasses.dataclass
-class Answer:
-    tokens: list[int]
-    rows: Any
-    start: int
-    layers: tuple[int, ...]
+def save_answer(scratch: Path, index: int, answer: Completion) -> None:
+    (scratch / f"answer-{index}.pickle").write_bytes(pickle.dumps(answer))
 
 
-def save_answer(
-    scratch: Path, index: int, tokens: Sequence[int], rows: Any, start: Any, layers: Any
-) -> None:
-    record: dict[str, Any] = {"tokens": np.array(tokens)}
-    if rows is not None:
-        record.update(rows=rows, start=np.array(start), layers=np.array(layers))
-    np.savez(scratch / f"answer-{index}.npz", **record)
-
-
-def read_answers(scratch: Path) -> dict[int, Answer]:
-    answers = {}
-    for index in range(len(LENGTHS)):
-        with np.load(scratch / f"answer-{index}.npz") as data:
-            there = "rows" in data
-            answers[index] = Answer(
-                data["tokens"].tolist(),
-                data["rows"] if there else None,
-                int(data["start"]) if there else 0,
-                tuple(data["layers"].tolist()) if there else (),
-            )
-    return answers
+def read_answers(scratch: Path) -> dict[int, Completion]:
+    return {
+        index: pickle.loads((scratch / f"answer-{index}.pickle").read_bytes())
+        for index in range(len(LENGTHS))
+    }
 
 
 # By prompt, then layer: (positions, experts) float32, NaN where nothing was recorded.
@@ -110,13 +90,13 @@ def gather_logits(scratch: Path) -> tuple[Logits, bool]:
     return logits, moved
 
 
-def check_own_logits(answers: dict[int, Answer], logits: Logits) -> int:
+def check_own_logits(answers: dict[int, Completion], logits: Logits) -> int:
     """Check that every row is the top-k of its ranks' logits. Returns the number of decisions."""
     decisions = 0
     for index, answer in answers.items():
-        if answer.rows is None:
+        if not len(answer.rows):
             continue
-        for layer in answer.layers:
+        for layer in answer.moe_layers:
             rows = answer.rows[:, layer].astype(np.int64)
             own = logits[index][layer][: len(rows)]
             if np.isnan(own).any():
@@ -133,22 +113,22 @@ def check_own_logits(answers: dict[int, Answer], logits: Logits) -> int:
     return decisions
 
 
-def check_answers(answers: dict[int, Answer], num_layers: int, tokens: int) -> int:
+def check_answers(answers: dict[int, Completion], num_layers: int, tokens: int) -> int:
     """Check that exactly the asking prompts have all rows, of distinct experts. Returns their
     number."""
     count = 0
     for index, answer in answers.items():
         if not asks(index):
-            if answer.rows is not None:
+            if len(answer.rows):
                 raise Failed(f"prompt {index} did not ask and got rows")
             continue
-        if answer.rows is None:
+        if not len(answer.rows):
             raise Failed(f"prompt {index} asked and got no rows")
         wanted = LENGTHS[index] + tokens - 1
         if answer.start or len(answer.rows) != wanted:
             raise Failed(f"prompt {index}: {len(answer.rows)} rows from {answer.start}")
-        if answer.layers != tuple(range(num_layers)) or answer.rows.shape[1] != num_layers:
-            raise Failed(f"prompt {index}: layers {answer.layers} of {num_layers}")
+        if answer.moe_layers != tuple(range(num_layers)) or answer.rows.shape[1] != num_layers:
+            raise Failed(f"prompt {index}: layers {answer.moe_layers} of {num_layers}")
         if not (np.diff(np.sort(answer.rows.astype(int), axis=2), axis=2) > 0).all():
             raise Failed(f"prompt {index}: an expert twice in one row")
         count += wanted
@@ -156,17 +136,17 @@ def check_answers(answers: dict[int, Answer], num_layers: int, tokens: int) -> i
 
 
 def check_reference(
-    answers: dict[int, Answer], reference: dict[int, Answer], logits: Logits
+    answers: dict[int, Completion], reference: dict[int, Completion], logits: Logits
 ) -> dict[str, Any]:
     """Compare rows with those of one GPU, as far as the tokens are equal. `logits` are those of the
     one GPU."""
     decisions = differ = first = 0
     worst = 0.0
     for index, answer in answers.items():
-        if answer.rows is None:
+        if not len(answer.rows):
             continue
-        pairs = zip(answer.tokens, reference[index].tokens, strict=False)
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(answer.tokens))
+        pairs = zip(answer.token_ids, reference[index].token_ids, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(answer.token_ids))
         length = min(LENGTHS[index] + same, len(answer.rows), len(reference[index].rows))
         got = np.sort(answer.rows[:length].astype(int), 2)
         want = np.sort(reference[index].rows[:length].astype(int), 2)

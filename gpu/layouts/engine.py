@@ -9,9 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from examples.client import Completion
 from gpu.layouts.answers import save_answer
 from gpu.layouts.cells import LENGTHS, asks, make_prompts
 from harness import hosts
+from harness.server import NO_ROWS
 
 
 def run_engine(spec: dict[str, Any]) -> None:
@@ -42,14 +44,16 @@ def run_engine(spec: dict[str, Any]) -> None:
     )
     for i, output in zip(indices, outputs, strict=True):
         completion = output.outputs[0]
-        save_answer(
-            scratch,
-            i,
-            completion.token_ids,
-            completion.routed_experts,
-            getattr(completion, "routed_experts_start", 0),
-            getattr(completion, "moe_layers", None),
+        rows = completion.routed_experts
+        answer = Completion(
+            prompt=tuple(prompts[i]),
+            token_ids=tuple(completion.token_ids),
+            logprobs=(),
+            rows=NO_ROWS if rows is None else rows,
+            start=getattr(completion, "routed_experts_start", None) or 0,
+            moe_layers=tuple(getattr(completion, "moe_layers", None) or ()),
         )
+        save_answer(scratch, i, answer)
     hosts.meet(scratch, "generated", rank, size)
     if spec["records"]:
         llm.collective_rpc("record_flush", args=(str(scratch / f"logits{rank}"),))

@@ -128,13 +128,11 @@ def run_servers(
     arguments = []
     # Prompts are ids here too, but some endpoints need the tokenizer.
     for name, value in {**options, "skip_tokenizer_init": False}.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            arguments.append(flag)
-        elif value is False:
-            arguments.append("--no-" + flag[2:])
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            arguments.append(f"{flag}={value}")
+            arguments.append(f"--{flag}={value}")
     rpc = [f"--data-parallel-rpc-port={next(PORTS)}", "--data-parallel-address=127.0.0.1"]
     servers: list[Server] = []
     front: str | None = None
@@ -173,8 +171,7 @@ def run_servers(
         else:
             sampling["return_routed_experts"] = asks(index)
             answer = server.generate(prompts[index], proxy=front, **sampling)
-        rows = answer.rows if len(answer.rows) else None
-        save_answer(scratch, index, answer.token_ids, rows, answer.start, answer.moe_layers)
+        save_answer(scratch, index, answer)
 
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(12) as pool:
         try:

@@ -51,27 +51,22 @@ class Load:
 
         name = str(self.number)
         self.number += 1
+        prompt = self.rng.integers(10, self.spec["vocabulary"], prompt_len).tolist()
         opt_in = self.spec["flag"] == "opt-in"
-        self.engine.add_request(
-            name,
-            {
-                "prompt_token_ids": self.rng.integers(
-                    10, self.spec["vocabulary"], prompt_len
-                ).tolist()
-            },
-            SamplingParams(
-                temperature=0.0,
-                ignore_eos=True,
-                max_tokens=output_len,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **({"return_routed_experts": self.asks} if opt_in else {}),
-            ),
+        sampling = SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            max_tokens=output_len,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **({"return_routed_experts": self.asks} if opt_in else {}),
         )
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         self.wanted[name] = prompt_len + output_len - 1
 
-    def add_random(self) -> None:
-        self.add(int(self.rng.integers(16, 1025)), int(self.rng.integers(16, 257)))
+    def fill(self) -> None:
+        while len(self.wanted) < UNFINISHED:
+            self.add(int(self.rng.integers(16, 1025)), int(self.rng.integers(16, 257)))
 
     def step(self) -> None:
         self.step_began = time.monotonic()
@@ -90,13 +85,9 @@ class Load:
             self.finished += 1
             self.tokens += len(completion.token_ids)
             wanted = self.wanted.pop(output.request_id)
-            rows = completion.routed_experts
-            if rows is not None:
-                self.rows += len(rows)
-            if not self.spec["asks"]:
-                continue
-            if (len(rows) if rows is not None else 0) != (wanted if self.asks else 0):
-                self.bad += 1
+            rows = 0 if completion.routed_experts is None else len(completion.routed_experts)
+            self.rows += rows
+            self.bad += self.spec["asks"] and rows != (wanted if self.asks else 0)
 
     def drain(self) -> None:
         while self.wanted:
@@ -191,14 +182,12 @@ def run_engine(spec: dict[str, Any]) -> None:
     summary: dict[str, Any] = {}
 
     def run_for(seconds: float, name: str) -> None:
-        while len(load.wanted) < UNFINISHED:
-            load.add_random()
+        load.fill()
         load.begin()
         counts = (load.finished, load.tokens, load.steps)
         began = time.monotonic()
         while time.monotonic() - began < seconds:
-            while len(load.wanted) < UNFINISHED:
-                load.add_random()
+            load.fill()
             load.step()
         took = time.monotonic() - began
         gaps = sorted(load.gaps)

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from examples.client import Completion
 from gpu.layouts import __main__ as program
 from gpu.layouts import cells
 from gpu.layouts.answers import (
-    Answer,
     Failed,
     Logits,
     check_answers,
@@ -21,6 +22,7 @@ from gpu.layouts.answers import (
     check_reference,
     gather_logits,
 )
+from harness.server import NO_ROWS
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 2, 16, 4, 3
 
@@ -36,10 +38,10 @@ def make_logits(seed: int = 0) -> Logits:
     }
 
 
-def route(logits: Logits) -> dict[int, Answer]:
+def route(logits: Logits) -> dict[int, Completion]:
     answers = {}
     for index, length in enumerate(cells.LENGTHS):
-        rows = None
+        rows = NO_ROWS
         if cells.asks(index):
             rows = np.stack(
                 [
@@ -48,11 +50,12 @@ def route(logits: Logits) -> dict[int, Answer]:
                 ],
                 1,
             ).astype(np.uint8)
-        answers[index] = Answer([1] * TOKENS, rows, 0, tuple(range(LAYERS)))
+        layers = tuple(range(LAYERS))
+        answers[index] = Completion((), (1,) * TOKENS, (), rows, 0, layers)
     return answers
 
 
-def exchange(answer: Answer, position: int, layer: int, logits: Logits, index: int) -> None:
+def exchange(answer: Completion, position: int, layer: int, logits: Logits, index: int) -> None:
     """Replace the k-th expert by the next one, whose logit becomes nearly equal."""
     order = np.argsort(-logits[index][layer][position])
     logits[index][layer][position, order[TOP_K]] = (
@@ -80,7 +83,7 @@ def test_a_wrong_expert_is_noticed() -> None:
 def test_rows_one_position_late_are_noticed() -> None:
     logits = make_logits()
     answers = route(logits)
-    answers[3].rows = np.roll(answers[3].rows, 1, axis=0)
+    answers[3] = replace(answers[3], rows=np.roll(answers[3].rows, 1, axis=0))
     with pytest.raises(Failed, match="prompt 3, layer 0"):
         check_own_logits(answers, logits)
 
@@ -90,7 +93,7 @@ def test_a_repeated_expert_and_missing_rows_are_noticed() -> None:
     answers[0].rows[2, 1, 0] = answers[0].rows[2, 1, 1]
     with pytest.raises(Failed, match="prompt 0: an expert twice"):
         check_answers(answers, LAYERS, TOKENS)
-    answers[0].rows = answers[0].rows[1:]
+    answers[0] = replace(answers[0], rows=answers[0].rows[1:])
     with pytest.raises(Failed, match="prompt 0: 6 rows"):
         check_answers(answers, LAYERS, TOKENS)
 
