@@ -116,10 +116,7 @@ class Load:
         body["sampling_params"]["max_tokens"] = 200
         timeout = 600 if body["stream"] else float(rng.uniform(0.02, 1))
         request: dict[str, Any] = {"json": body, "trust_env": False, "timeout": timeout}
-        with (
-            suppress(httpx.ReadTimeout),
-            httpx.stream("POST", self.url + PATH, **request) as reply,
-        ):
+        with suppress(httpx.ReadTimeout), httpx.stream("POST", self.url + PATH, **request) as reply:
             reply.raise_for_status()
             for _, _ in zip(reply.iter_lines(), range(rng.integers(1, 60)), strict=False):
                 pass

@@ -45,11 +45,7 @@ MODEL: dict[str, Any] = {
     "num_experts_per_tok": TOP_K,
     "moe_intermediate_size": 32,
 }
-SERVER = [
-    "--enable-return-routed-experts",
-    "--routed-experts-opt-in",
-    "--max-model-len=2048",
-]
+SERVER = ["--enable-return-routed-experts", "--routed-experts-opt-in", "--max-model-len=2048"]
 TURNS, NEW, SAMPLED = 5, 300, 32
 # What a turn asks for, by the name of the conversation.
 MODES = ("silent", "all rows", "new rows")

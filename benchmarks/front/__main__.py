@@ -175,10 +175,7 @@ def receive(process: Connection) -> Any:
 def run_rounds(arguments: argparse.Namespace) -> list[Round]:
     loads = loads_of(arguments)
     rounds: list[Round] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Bench(arguments, loads, Path(folder)) as bench,
-    ):
+    with tempfile.TemporaryDirectory() as folder, Bench(arguments, loads, Path(folder)) as bench:
         # The first round warms up and checks the answers; it does not count.
         for number in range(arguments.rounds + 1):
             rounds.append({})
@@ -225,9 +222,9 @@ def report_text(rounds: Sequence[Round], arguments: argparse.Namespace) -> str:
         f"{vllm}, Python {python}. Medians of the rounds: silent, asking, and by how much asking "
         f"is more in the same round. Target: at most {TARGET_MS:.0f} ms more.\n",
     ]
-    if len(rounds) < ENOUGH_PAIRS:
-        lines.append(f"Too few rounds to conclude anything: it takes {ENOUGH_PAIRS}.\n")
     enough = len(rounds) >= ENOUGH_PAIRS
+    if not enough:
+        lines.append(f"Too few rounds to conclude anything: it takes {ENOUGH_PAIRS}.\n")
     rows = []
     for load, row in summarize(rounds).items():
         verdict = "met" if row[measures[0]][2] <= TARGET_MS else "missed"

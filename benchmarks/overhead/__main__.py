@@ -118,16 +118,7 @@ class Bench:
                     f"{time.monotonic() - began:.0f} s"
                 )
                 self.on_gpu = bool(told["gpu"])
-                variant = engine.variant
-                started.append(
-                    {
-                        "name": variant.name,
-                        "build": variant.build.name,
-                        "flag": variant.flag,
-                        "copy": variant.copy,
-                        **told,
-                    }
-                )
+                started.append(engine.variant.record | told)
             self.records.add(
                 {
                     "kind": "start",

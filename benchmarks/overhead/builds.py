@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import ROOT
 
@@ -61,6 +62,12 @@ class Variant:
     @property
     def name(self) -> str:
         return f"{self.build.name} {self.flag}" + (f" #{self.copy}" if self.copy > 1 else "")
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What records say of it."""
+        build = self.build.name
+        return {"name": self.name, "build": build, "flag": self.flag, "copy": self.copy}
 
     @property
     def options(self) -> dict[str, bool]:

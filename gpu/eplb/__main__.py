@@ -279,8 +279,8 @@ def main() -> int:
     result["good"] = all(result.get("verdict", {"ran": False}).values())
     (args.out / "result.json").write_text(json.dumps(result, indent=1))
     told: dict[str, Any] = {k: result.get(k) for k in ("compared", "verdict", "good")}
-    for rank in result.get("on", []):
-        told.setdefault("on", []).append({k: v for k, v in (rank or {}).items() if k != "map"})
+    ranks = [rank or {} for rank in result.get("on", [])]
+    told["on"] = [{k: v for k, v in rank.items() if k != "map"} for rank in ranks]
     print(json.dumps(told, indent=1))
     return 0 if result["good"] else 1
 

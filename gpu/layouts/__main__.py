@@ -58,9 +58,8 @@ class Run:
         self.references: dict[str, tuple[dict[int, Completion], Logits]] = {}
 
     def results(self) -> dict[str, dict[str, Any]]:
-        if not self.record.exists():
-            return {}
-        lines = [json.loads(line) for line in self.record.read_text().splitlines() if line]
+        text = self.record.read_text() if self.record.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines()]
         return {line["cell"]: line for line in lines}
 
     def run(self, name: str, slot: int, dtype: str) -> dict[str, Any]:

@@ -80,11 +80,7 @@ def gather_logits(scratch: Path) -> tuple[Logits, bool]:
                     index = by_first[prompt]
                     table = logits[index].setdefault(
                         layer,
-                        np.full(
-                            (OPTIONS["max_model_len"], whole.shape[1]),
-                            np.nan,
-                            np.float32,
-                        ),
+                        np.full((OPTIONS["max_model_len"], whole.shape[1]), np.nan, np.float32),
                     )
                     table[positions[begin:end]] = whole[begin:end]
     return logits, moved

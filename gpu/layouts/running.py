@@ -22,12 +22,7 @@ from harness.server import Server, ServerError
 # Each is the first of 64 ports for one cell.
 PORTS = itertools.count(21000, 64)
 
-ENVIRONMENT = {
-    **hosts.environment(),
-    "VLLM_SERVER_DEV_MODE": "1",
-    "OMP_NUM_THREADS": "2",
-}
-CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+ENVIRONMENT = {**hosts.environment(), "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "2"}
 
 
 class Refused(Exception):
@@ -44,16 +39,11 @@ def device_environment(device: str, gpus: int, slot: int, count: int) -> dict[st
     cores = os.cpu_count() or 1
     threads = "|".join(str(i % cores) for i in range(gpus))
     binding = {"VLLM_CPU_OMP_THREADS_BIND": threads} if gpus > 1 else {}
-    return {**ENVIRONMENT, **CPU_ENVIRONMENT, **binding}
+    return {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", **binding}
 
 
 def run_cell(
-    cell: Cell,
-    dtype: str,
-    folder: Path,
-    scratch: Path,
-    environment: dict[str, str],
-    limit_s: float,
+    cell: Cell, dtype: str, folder: Path, scratch: Path, environment: dict[str, str], limit_s: float
 ) -> None:
     """Run the layout and write answers and logits into `scratch`.
 

@@ -175,8 +175,7 @@ def run_engine(spec: dict[str, Any]) -> None:
     )
     recorder.start()
     watcher = threading.Thread(
-        target=stacks.watch,
-        args=(lambda: load.step_began, stop, stacks_file(spec)),
+        target=stacks.watch, args=(lambda: load.step_began, stop, stacks_file(spec))
     )
     watcher.start()
     summary: dict[str, Any] = {}
