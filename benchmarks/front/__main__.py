@@ -43,7 +43,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Failure, command, table
-from benchmarks.front.loads import TOP_K, Load, loads_of, run_process
+from benchmarks.front import run_process
+from benchmarks.front.loads import TOP_K, Load, loads_of
 from examples.client import decode_rows
 from harness.checkpoint import make_checkpoint
 from harness.paired import ENOUGH_PAIRS

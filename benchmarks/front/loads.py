@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads, and the processes that answer them: child processes import this module."""
+"""The loads of the benchmark."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +66,3 @@ def loads_of(arguments: argparse.Namespace) -> list[Load]:
         f"{readers} stalled readers", GENERATE, True, prompt, 8 * steps, 2, readers, stalled=True
     )
     return [*answers, stalled]
-
-
-def run_process(name: str, *arguments: Any) -> None:
-    """Run the process of that name of `server.py`. Only child processes import vLLM."""
-    getattr(importlib.import_module("benchmarks.front.server"), name)(*arguments)

@@ -31,8 +31,6 @@ OPTIONS: dict[str, Any] = {
     "seed": 0,
 }
 GRAPHS = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
-
-
 EP = {"enable_expert_parallel": True}
 
 
