@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on a host with several GPUs and without a network: their environment, and the processes
-of a data parallel group, which meet by files in a folder."""
+"""Engines on a host with several GPUs and without a network: their environment and processes.
+The ranks of a data parallel group meet by files in a folder."""
 
 from __future__ import annotations
 

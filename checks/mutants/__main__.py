@@ -22,6 +22,8 @@ from pathlib import Path
 from rich.console import Console
 
 from checks.mutants import EXAMPLES, Mutant, v0_20_2, v0_33_0
+from tools.common.pin import Project
+from tools.series.series import fingerprint, read_series
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,11 +68,15 @@ def passes(mutant: Mutant, folder: str, test: str, examples: int) -> bool:
     return done.returncode == 0
 
 
-def record(mutants: list[Mutant], found: dict[str, int | None]) -> str:
+def record(line: str, mutants: list[Mutant], found: dict[str, int | None]) -> str:
     """A table of how many examples noticed each mutant, as Markdown."""
+    project = Project(ROOT, line)
+    of = fingerprint(read_series(project.series_file), project.pin)[:16]
     noticed = sum(examples is not None for examples in found.values())
     lines = [
         "# Mutants of the scheduler-side code",
+        "",
+        f"Series: {line} `{of}`.",
         "",
         f"The property test notices {noticed} of {len(mutants)}. Each is tried with {EXAMPLES[0]} "
         f"examples of every setup, then with {EXAMPLES[1]}, or as many as its line says. "
@@ -126,7 +132,7 @@ def main() -> int:
             console.print(f"{'noticed ' if found[name] else 'SURVIVED':8}  {name}")
             status.update(f"{count} of {len(mutants)}")
     if arguments.out:
-        arguments.out.write_text(record(mutants, found))
+        arguments.out.write_text(record(arguments.on, mutants, found))
     survivors = [name for name, examples in found.items() if examples is None]
     if survivors:
         console.print(

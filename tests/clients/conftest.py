@@ -28,6 +28,8 @@ from harness.process import ENVIRONMENT
 from tests.clients import rules
 from tests.clients.driving import Turn, encode, read_record, refuse_error, try_record
 from tests.clients.recorder import BEHAVIOURS, LINE, MODELS, record
+from tools.common.pin import Project
+from tools.series.series import fingerprint, read_series
 
 # Programs of other environments: this one cannot import them to look for tests.
 collect_ignore_glob = ["run.py", "with_*.py", "engine_*.py"]
@@ -233,10 +235,9 @@ def table() -> Iterator[dict[tuple[str, str], str]]:
 
 
 def as_markdown(cells: dict[tuple[str, str], str]) -> str:
-    series = (ROOT / "patches" / LINE / "series").read_text().split()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    project = Project(ROOT, LINE)
+    series = read_series(project.series_file)
+    of = fingerprint(series, project.pin)[:16]
     command = "make clients" if LINE == FIRST else f"make clients ON={LINE}"
     rows = [
         [
@@ -255,7 +256,7 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
         [
             "# Clients\n",
             f"`{command}`, {datetime.date.today()}, on a CPU: vLLM "
-            f"{importlib.metadata.version('vllm')}, series of {len(series)} patches (`{commit}`). "
+            f"{importlib.metadata.version('vllm')}, series of {len(series)} patches (`{of}`). "
             "Rows that a trainer takes and that equal the router of Hugging Face `transformers`, "
             "float32; a number stands for all rows of the case. – means that the client does not "
             "do this.\n",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,11 @@ import pytest
 
 from harness.server import Server
 from tests.behaviour.conftest import run_demo
+from tests.behaviour.test_demo import count_agreeing
 from tests.real import PROJECT
 
 LINE = Path(__file__).parent.name
 PRISTINE = PROJECT.root / "build" / LINE / "pristine" / "site"
-ROWS = re.compile(r"([\d,]+) of ([\d,]+) rows agree")
 
 
 def test_vllm_runs_its_triton_kernels_in_the_interpreter(tmp_path: Path) -> None:
@@ -33,9 +32,8 @@ def test_vllm_runs_its_triton_kernels_in_the_interpreter(tmp_path: Path) -> None
 def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path, options: list[str]) -> None:
     done = run_demo("rows", tmp_path, "--on", LINE, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = ROWS.search(done.stdout)
-    assert counts, done.stdout
-    assert counts[1] == counts[2]
+    agreeing, rows = count_agreeing(done)
+    assert agreeing == rows
     assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")
 
 
