@@ -43,7 +43,7 @@ NEED_GB ?= 12
 # make OFFLINE=1 asks no index.
 FROM = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
 # Where records of a line go.
-RECORDS := benchmarks/results$(addprefix /,$(OTHER))
+RECORDS := benchmarks/results/$(LINE)
 # The demo of another line than the first.
 DEMO = $(addprefix --out $(MADE)/demo --on ,$(OTHER))
 # The tests of a line: the first one's are all but the other lines'.

@@ -2,7 +2,7 @@
 """Measures a rollout of several turns over HTTP: bytes and time of each turn, with all rows sent
 again and with start offsets. Needs no GPU.
 
-    python -m benchmarks.turns --out benchmarks/results/turns-cpu.md
+    python -m benchmarks.turns --out benchmarks/results/v0.20.2/turns-cpu.md
     .venv-v0.33.0/bin/python -m benchmarks.turns --on v0.33.0 \
         --out benchmarks/results/v0.33.0/turns-cpu.md
 

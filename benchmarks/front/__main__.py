@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how long rows keep the API server's event loop busy. Needs no GPU.
 
-    python -m benchmarks.front --out benchmarks/results/front-cpu.md
+    python -m benchmarks.front --out benchmarks/results/v0.20.2/front-cpu.md
 
 The server is vLLM's own (FastAPI, uvicorn, AsyncLLM, output processor) in its own process. A stub
 of the engine in another process sends it tokens and random rows through the engine's sockets.

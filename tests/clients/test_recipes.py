@@ -18,6 +18,7 @@ from examples.clients import turns
 from examples.clients.megatron_replay import router_targets
 from examples.clients.prime_rl_answers import reencode
 from examples.clients.turns import join_turns
+from harness.lines import FIRST
 from tests.clients.conftest import RECIPES, ROOT, commands
 from tests.clients.driving import encode, indented_block
 
@@ -80,7 +81,7 @@ def test_page_for_trainer_teams_asks_for_the_rows_behind_those_of_the_turn_befor
 
 
 def test_page_for_trainer_teams_has_the_recorded_table() -> None:
-    record = (ROOT / "benchmarks" / "results" / "clients.md").read_text(encoding="utf-8")
+    record = (ROOT / "benchmarks" / "results" / FIRST / "clients.md").read_text(encoding="utf-8")
     table, rest = record.split("\n", 2)[2].split("\nWith a rule of the server broken")
     assert rest
     assert PAGE.endswith(table)
