@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a group are waited for, with stand-ins for their processes."""
+"""The ranks of a group start, meet and end; no engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,41 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness import hosts
+
+PROGRAM = """
+import os
+from pathlib import Path
+from harness import hosts
+
+def rank(spec):
+    print("RuntimeError: not today" if spec["fails"] else "here", flush=True)
+    if spec["fails"]:
+        raise RuntimeError("not today")
+    (Path(spec["folder"]) / f"port-{spec['rank']}").write_text(os.environ["VLLM_DP_MASTER_PORT"])
+    hosts.meet(Path(spec["folder"]), "done", spec["rank"], 2)
+
+hosts.run(rank)
+"""
+
+
+def run_group(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: int | None = None) -> str:
+    (folder / "program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    specs = [{"folder": folder, "rank": rank, "fails": rank == fails} for rank in range(2)]
+    with hosts.ranks("program", specs, folder, hosts.environment(), 29000) as engines:
+        return hosts.wait(engines, folder, 600.0)
+
+
+def test_ranks_of_a_group_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_group(tmp_path, monkeypatch) == ""
+    assert [(tmp_path / f"port-{rank}").read_text() for rank in range(2)] == ["29000"] * 2
+
+
+def test_rank_that_fails_ends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_group(tmp_path, monkeypatch, fails=1) == "an engine ended: RuntimeError: not today"
 
 
 class Rank:
