@@ -67,13 +67,15 @@ def make_checkpoint(
     if family not in FAMILIES:
         raise ValueError(f"unknown model family {family!r}: one of {', '.join(FAMILIES)}")
     spec = FAMILIES[family]
+    # A configuration within the configuration has its own.
+    top_k = {} if "." in spec.top_k else {spec.top_k: TOP_K}
     settings = {
         "recipe": RECIPE,
         "family": family,
         "seed": seed,
         "router_std": spec.router_std if router_std is None else router_std,
         "dtype": dtype or spec.dtype,
-        "config": {**COMMON, spec.top_k: TOP_K, **spec.settings, **overrides},
+        "config": {**COMMON, **top_k, **spec.settings, **overrides},
         "text": hashlib.sha256("".join(text.corpus()).encode()).hexdigest(),
         # Another torch may draw other numbers, another transformers other field names.
         "made_with": {p: importlib.metadata.version(p) for p in ("torch", "transformers")},
@@ -141,17 +143,21 @@ def _write_model(path: Path, spec: Family, settings: Mapping[str, Any]) -> None:
 
     config_class = getattr(transformers, spec.config)
     # Fields of the table are known too: some are read by models, not by the configuration class.
-    known = {*vars(config_class()), *COMMON, *spec.settings}
+    known = {*vars(config_class().get_text_config()), *COMMON, *spec.settings}
     unknown = [k for k in settings["config"] if k not in known]
     if unknown:
         raise ValueError(f"{spec.config} has no field {', '.join(unknown)}")
-    config = config_class(**settings["config"], bos_token_id=None, eos_token_id=0, pad_token_id=3)
+    text_config = {**settings["config"], "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 3}
+    if spec.vision is None:
+        config = config_class(**text_config)
+    else:
+        config = config_class(text_config=text_config, vision_config=dict(spec.vision))
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings["seed"])
         model = getattr(transformers, spec.model)(config).float()
         with torch.no_grad():
-            for layer in model.get_submodule("model.layers"):
+            for layer in model.get_submodule(spec.layers):
                 router = find(layer, spec.router)
                 if router is None:
                     continue
@@ -164,6 +170,10 @@ def _write_model(path: Path, spec: Family, settings: Mapping[str, Any]) -> None:
     model.generation_config = transformers.GenerationConfig(eos_token_id=0, pad_token_id=3)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(path, safe_serialization=True)
+    if spec.architecture is not None:
+        file = path / "config.json"
+        saved = {**json.loads(file.read_text()), "architectures": [spec.architecture]}
+        file.write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def _write_tokenizer(path: Path) -> None:

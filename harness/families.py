@@ -36,8 +36,8 @@ class Family:
     Attributes:
         config: configuration class in `transformers`.
         model: causal-LM class in `transformers`.
-        router: a router's name inside its decoder layer, `model.layers.<i>.<router>`. Releases of
-            `transformers` differ: the first name that is there.
+        router: a router's name inside its decoder layer. Releases of `transformers` differ: the
+            first name that is there.
         experts: configuration field that counts the routed experts.
         settings: configuration fields on top of `COMMON`.
         top_k: configuration field of the top-k, a number or one for each layer.
@@ -46,6 +46,10 @@ class Family:
         bias: the bias' name inside its decoder layer, the first name that is there.
         router_std: standard deviation of the routers' weights; 0.5 spreads logits to +-4.
         dtype: dtype of the saved weights.
+        layers: name of the list of decoder layers.
+        architecture: published configurations' name of the class, if it differs from `model`.
+        vision: configuration fields of the vision tower, if the model has one. The other settings
+            are then those of its text model.
     """
 
     config: str
@@ -58,6 +62,9 @@ class Family:
     bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
     router_std: float = 0.5
     dtype: str = "float32"
+    layers: str = "model.layers"
+    architecture: str | None = None
+    vision: Mapping[str, Any] | None = None
 
 
 # On a CPU vLLM needs VLLM_MLA_DISABLE=1 for these. Its attention then differs from
@@ -190,6 +197,28 @@ _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 _EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64, "intermediate_size": 128}
 _GRANITE = {**_TWO_HEADS, "num_local_experts": 16, "intermediate_size": 64}
 _GRANITE_ROUTER = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
+_LINEAR = {
+    "shared_expert_intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    # The CPU's kernel of the linear layers takes heads of 128. Wide heads of attention keep KV
+    # blocks small: a block is at least as large as a linear layer's state.
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "head_dim": 256,
+}
+_LLAMA4 = {
+    "head_dim": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 128,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": False,
+    "use_qk_norm": False,
+}
 
 FAMILIES |= {
     "qwen2_moe": Family(
@@ -250,6 +279,7 @@ FAMILIES |= {
             "attention_bias": True,
             "lm_head_bias": True,
         },
+        architecture="PhiMoEForCausalLM",
     ),
     "dots1": Family(
         config="Dots1Config",
@@ -312,17 +342,7 @@ FAMILIES |= {
         model="Llama4ForCausalLM",
         router=("feed_forward.router",),
         experts="num_local_experts",
-        settings={
-            "head_dim": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 1,
-            "intermediate_size": 64,
-            "intermediate_size_mlp": 128,
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 8192,
-            "attn_temperature_tuning": False,
-            "use_qk_norm": False,
-        },
+        settings=_LLAMA4,
     ),
     "exaone_moe": Family(
         config="ExaoneMoeConfig",
@@ -395,6 +415,133 @@ FAMILIES |= {
         scores="sigmoid",
         bias=("feed_forward.expert_bias",),
         router_std=0.125,
+    ),
+    "qwen3_next": Family(
+        config="Qwen3NextConfig",
+        model="Qwen3NextForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={**_EXPERTS, **_LINEAR},
+    ),
+    "qwen3_5_moe_text": Family(
+        config="Qwen3_5MoeTextConfig",
+        model="Qwen3_5MoeForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={**_EXPERTS, **_LINEAR},
+    ),
+    "gemma4_text": Family(
+        config="Gemma4TextConfig",
+        model="Gemma4ForCausalLM",
+        router=("router.proj",),
+        experts="num_experts",
+        top_k="top_k_experts",
+        settings={
+            "head_dim": 32,
+            **_EXPERTS,
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe_lite": Family(
+        config="Glm4MoeLiteConfig",
+        model="Glm4MoeLiteForCausalLM",
+        router=("mlp.gate",),
+        experts="n_routed_experts",
+        settings={**_SHARED, **_MLA, "q_lora_rank": 32},
+        scores="sigmoid",
+        router_std=0.125,
+    ),
+    "granitemoe_swa": Family(
+        config="GraniteMoeSWAConfig",
+        model="GraniteMoeSWAForCausalLM",
+        router=_GRANITE_ROUTER,
+        experts="num_local_experts",
+        settings=_GRANITE,
+    ),
+    "hy_v3": Family(
+        config="HYV3Config",
+        model="HYV3ForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={
+            "head_dim": 32,
+            **_EXPERTS,
+            # vLLM reads these from the published configurations.
+            "first_k_dense_replace": 1,
+            "expert_hidden_dim": 64,
+            "route_norm": True,
+            "qk_norm": True,
+        },
+        scores="sigmoid",
+        bias=("mlp.e_score_correction_bias",),
+        router_std=0.125,
+    ),
+    "llama4": Family(
+        config="Llama4Config",
+        model="Llama4ForConditionalGeneration",
+        router=("feed_forward.router",),
+        experts="num_local_experts",
+        settings=_LLAMA4,
+        layers="language_model.model.layers",
+        vision={
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 256,
+            "vision_output_dim": 64,
+            "image_size": 28,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+        },
+    ),
+    "mimo_v2_flash": Family(
+        config="MiMoV2FlashConfig",
+        model="MiMoV2FlashForCausalLM",
+        router=("mlp.gate",),
+        experts="n_routed_experts",
+        settings={
+            "head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 16,
+            "moe_intermediate_size": 64,
+            "intermediate_size": 128,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "sliding_window": 512,
+            # vLLM reads these from the published configurations.
+            "hybrid_layer_pattern": [0, 1, 0, 1],
+            "moe_layer_freq": [0, 1, 1, 1],
+            "layernorm_epsilon": 1e-5,
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "sliding_window_size": 512,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "add_full_attention_sink_bias": False,
+            "add_swa_attention_sink_bias": False,
+        },
+        scores="sigmoid",
+        router_std=0.125,
+    ),
+    "mellum": Family(
+        config="MellumConfig",
+        model="MellumForCausalLM",
+        router=("mlp.gate",),
+        experts="num_local_experts",
+        settings={
+            "head_dim": 32,
+            "num_local_experts": 16,
+            "moe_intermediate_size": 64,
+            "intermediate_size": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["sparse"] * 4,
+            "sliding_window": 512,
+        },
     ),
     "cohere2_moe": Family(
         config="Cohere2MoeConfig",

@@ -31,9 +31,15 @@ TESTED: dict[str, dict[str, dict[str, Any]]] = {
         "afmoe": {},
         "cohere2_moe": {},
         "exaone_moe": {},
+        "gemma4_text": {},
+        "granitemoe_swa": {},
+        "hy_v3": {},
         "lfm2_moe": {},
+        "llama4": {},
         "llama4_text": {},
+        "mellum": {},
         "minimax_m2": {},
+        "phimoe": {},
     },
 }
 

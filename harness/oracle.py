@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,16 @@ class Oracle:
 
         self._family = family_of(checkpoint)
         transformers.utils.logging.disable_progress_bar()
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_class = getattr(transformers, self._family.model)
+        self._model = model_class.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
         self._seen: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
-        layers = self._model.get_submodule("model.layers")
+        layers = self._model.get_submodule(self._family.layers)
         self.num_layers = len(layers)
-        self.num_experts = int(getattr(self._model.config, self._family.experts))
-        top_k = getattr(self._model.config, self._family.top_k)
+        config = self._model.config.get_text_config()
+        self.num_experts = int(attrgetter(self._family.experts)(config))
+        top_k = attrgetter(self._family.top_k)(config)
         self._top_ks = top_k if isinstance(top_k, list) else [top_k] * self.num_layers
         self.top_k = max(self._top_ks)
         routing = []

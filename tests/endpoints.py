@@ -8,11 +8,15 @@ servers. `docs/endpoints.md` holds it as `markdown()` writes it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 ASK = "return_routed_experts"
 START = "routed_experts_prompt_start"
 LAST = "routed_experts_in_last_chunk"
+
+# Variables of servers that have all of these endpoints.
+ENVIRONMENT = {"VLLM_ENABLE_COHERE_API": "1"}
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 PROMPT = [31, 17, 200, 45, 9, 77, 120]
@@ -28,7 +32,7 @@ WAYS = {
     EXTRA: "`sampling_params.extra_args`",
 }
 
-ROWS, REFUSED, PASSED, ABSENT = "rows", "refused", "passed on", "–"
+ROWS, REFUSED, PASSED, SERVED, ABSENT = "rows", "refused", "passed on", "served", "–"
 FIRST, SECOND = "v0.20.2", "v0.33.0"
 
 
@@ -41,10 +45,12 @@ class Endpoint:
         path: of the server.
         body: a valid request that says nothing of routed experts.
         ways: objects of the request in which the arguments may stand.
-        lines: `ROWS`, `REFUSED` (HTTP 400, by name), `PASSED` (the rendered request asks) or
-            `ABSENT` of each line.
+        lines: `ROWS`, `REFUSED` (HTTP 400, by name), `PASSED` (the rendered request asks),
+            `SERVED` (it runs no engine, and takes requests of other endpoints) or `ABSENT` of each
+            line.
         stream: whether it can stream.
         ends_engine: lines whose engine on a CPU ends at a valid request, in the release too.
+        package: Python package without which the server has no such endpoint.
     """
 
     name: str
@@ -54,6 +60,13 @@ class Endpoint:
     lines: dict[str, str]
     stream: bool = False
     ends_engine: tuple[str, ...] = ()
+    package: str | None = None
+
+    def is_served(self, line: str) -> bool:
+        """Whether a server of the line has it in this environment."""
+        if self.lines[line] == ABSENT:
+            return False
+        return self.package is None or find_spec(self.package) is not None
 
 
 def both(what: str) -> dict[str, str]:
@@ -63,6 +76,11 @@ def both(what: str) -> dict[str, str]:
 CHAT = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0.0}
 COMPLETION = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 BEAMS = {"max_tokens": 2, "use_beam_search": True, "n": 2}
+# An answer of `/inference/v1/generate`.
+GENERATED = {
+    "request_id": "0",
+    "choices": [{"index": 0, "token_ids": PROMPT, "finish_reason": "length"}],
+}
 
 ENDPOINTS = [
     Endpoint(
@@ -152,6 +170,97 @@ ENDPOINTS = [
         (FIELD, XARGS),
         both(PASSED),
     ),
+    Endpoint(
+        "`/invocations`",
+        "/invocations",
+        CHAT,
+        (FIELD, XARGS),
+        both(ROWS),
+        stream=True,
+    ),
+    Endpoint(
+        "`/cohere/v2/chat`",
+        "/cohere/v2/chat",
+        {"messages": MESSAGES, "max_tokens": 4},
+        (FIELD, XARGS),
+        {FIRST: ABSENT, SECOND: REFUSED},
+        stream=True,
+        package="cohere",
+    ),
+    Endpoint(
+        "`/cohere/v2/chat/render`",
+        "/cohere/v2/chat/render",
+        {"messages": MESSAGES, "max_tokens": 4},
+        (FIELD, XARGS),
+        {FIRST: ABSENT, SECOND: REFUSED},
+        package="cohere",
+    ),
+    Endpoint(
+        "`/v1/responses/render`",
+        "/v1/responses/render",
+        {"input": "abc", "max_output_tokens": 4},
+        (FIELD, XARGS),
+        {FIRST: ABSENT, SECOND: REFUSED},
+    ),
+    Endpoint(
+        "`/v1/messages/render`",
+        "/v1/messages/render",
+        {"messages": MESSAGES, "max_tokens": 4},
+        (FIELD, XARGS),
+        {FIRST: ABSENT, SECOND: REFUSED},
+    ),
+    Endpoint(
+        "`/v1/completions/derender`",
+        "/v1/completions/derender",
+        {"generate_response": GENERATED},
+        (FIELD, XARGS),
+        {FIRST: ABSENT, SECOND: REFUSED},
+    ),
+    Endpoint(
+        "`/v1/chat/completions/derender`",
+        "/v1/chat/completions/derender",
+        {"generate_response": GENERATED},
+        (FIELD, XARGS),
+        {FIRST: ABSENT, SECOND: REFUSED},
+    ),
+    Endpoint(
+        "`/v1/decisions`",
+        "/v1/decisions",
+        {"input": "abc", "questions": [{"type": "predicate", "instructions": "a"}]},
+        (FIELD, XARGS),
+        {FIRST: ABSENT, SECOND: REFUSED},
+    ),
+    Endpoint(
+        "`/v1/systemone`",
+        "/v1/systemone",
+        {
+            "state": "abc",
+            "questions": {"a": {"type": "choice", "criteria": {"b": None, "c": None}}},
+        },
+        (FIELD, XARGS),
+        {FIRST: ABSENT, SECOND: REFUSED},
+    ),
+    Endpoint(
+        "`/v1/messages/count_tokens`",
+        "/v1/messages/count_tokens",
+        {"messages": MESSAGES},
+        (FIELD, XARGS),
+        both(REFUSED),
+    ),
+    Endpoint(
+        "`/detokenize`",
+        "/detokenize",
+        {"tokens": PROMPT},
+        (FIELD, XARGS),
+        both(REFUSED),
+    ),
+    Endpoint(
+        "`/tokenize`",
+        "/tokenize",
+        {"prompt": "abc"},
+        (FIELD, XARGS),
+        both(SERVED),
+    ),
 ]
 
 # What no server of these tests has. Programs and unit tests in the patches check it.
@@ -159,8 +268,11 @@ OTHERS = [
     ("`LLM.generate`, `LLM.chat`", "`SamplingParams`, its `extra_args`", both(ROWS)),
     ("`LLM.beam_search`", "has no argument", both(ABSENT)),
     ("`vllm run-batch`, chat", "field of the body, `vllm_xargs`", both(ROWS)),
-    ("`/v1/audio/transcriptions`, `/v1/audio/translations`", "`vllm_xargs`", both(REFUSED)),
-    ("`/cohere/v2/chat`", WAYS[FIELD], {FIRST: ABSENT, SECOND: REFUSED}),
+    (
+        "`/v1/audio/transcriptions`, `/v1/audio/translations`",
+        "field of the form, `vllm_xargs`",
+        both(REFUSED),
+    ),
     ("gRPC", "has no argument", both(ABSENT)),
 ]
 

@@ -24,7 +24,18 @@ from harness.lines import LINES
 from harness.process import ENVIRONMENT
 from harness.server import ARGUMENTS, Server
 from tests import endpoints
-from tests.endpoints import ASK, ENDPOINTS, LAST, PASSED, PROMPT, REFUSED, ROWS, START, Endpoint
+from tests.endpoints import (
+    ASK,
+    ENDPOINTS,
+    LAST,
+    PASSED,
+    PROMPT,
+    REFUSED,
+    ROWS,
+    SERVED,
+    START,
+    Endpoint,
+)
 from tests.real import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -60,8 +71,15 @@ def server(
     model: Path, arguments: list[str], line: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(model, log=log, args=arguments, line=line) as server:
+    with Server(model, log=log, args=arguments, env=endpoints.ENVIRONMENT, line=line) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def skip_what_is_not_served(request: pytest.FixtureRequest, line: str) -> None:
+    params = getattr(getattr(request.node, "callspec", None), "params", {})
+    if "endpoint" in params and not params["endpoint"].is_served(line):
+        pytest.skip("this server has no such endpoint")
 
 
 def send(
@@ -133,6 +151,9 @@ def test_who_asks_gets_rows_or_a_refusal_that_names_the_endpoint(
         )
         assert answer.status_code == 200, answer.text
         assert count_rows(read_chunks(answer)) > 0
+        return
+    if expected == SERVED:
+        assert "routed_experts" not in reply.text
         return
     assert expected == ROWS
     assert_rows(endpoint, read_chunks(reply))

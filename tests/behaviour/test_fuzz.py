@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from examples.client import decode_rows
 from harness import oracle
-from harness.lines import FIRST, LINES
+from harness.lines import FIRST
 from harness.server import Server
 from tests import endpoints
 from tests.behaviour.conftest import CHUNK, random_prompt
@@ -58,6 +58,8 @@ PLACES = [
     for place in (OBJECTS[path], *FIELDS[path])
 ]
 ASK, START, LAST = endpoints.ASK, endpoints.START, endpoints.LAST
+# Rows are text.
+HAS_ROWS = re.compile(r'"routed_experts": ?"')
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     # Long answers and many choices would only take time.
     arguments += ["--max-model-len=64"]
     log = tmp_path_factory.mktemp("server") / "server.log"
-    env = {"VLLM_MAX_N_SEQUENCES": "4"}
+    env = {**endpoints.ENVIRONMENT, "VLLM_MAX_N_SEQUENCES": "4"}
     with Server(model, log=log, args=arguments, env=env) as server:
         yield server
 
@@ -98,6 +100,18 @@ def post(server: Server, path: str, body: str) -> tuple[int, str]:
         timeout=60,
     )
     return streamed_error(reply.text) or reply.status_code, reply.text
+
+
+def find_errors(server: Server) -> list[str]:
+    """The first lines of its log that show an error of the engine, or an answer of status 500. The
+    API server logs where each refusal was raised: this is no error."""
+    lines = server.log.read_text(errors="replace").splitlines()
+    assert any(line.startswith("(EngineCore") for line in lines)
+    assert any('" 200 ' in line for line in lines)
+    wrong = re.compile(
+        r"\((EngineCore|Worker).*(\bERROR\b|Traceback)|.*\b500 Internal Server Error"
+    )
+    return [line for line in lines if wrong.match(line)][:5]
 
 
 def streamed_error(text: str) -> int | None:
@@ -351,6 +365,8 @@ def test_requests_from_the_schema_do_no_harm(
         status = streamed_error(reply.text) or reply.status_code
         # 501 is the answer to, say, a file within a message.
         assert status < 500 or status == 501, reply.text
+        ways = (OBJECTS[path], *FIELDS[path])
+        assert_rows_only_if_asked(False, case.body, ways, reply.text)
         check_server()
 
     send()
@@ -362,25 +378,70 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=3,
 )
-# Any value of any argument.
-ANYTHING = st.dictionaries(
-    st.sampled_from([ASK, START, LAST]), JSON | st.sampled_from([True, 1, 0, 2]), max_size=3
+# Any value of any argument. Others are valid, so that requests reach the engine.
+ANYTHING = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {}, optional={ASK: st.sampled_from([True, 1, "true", False, None]), START: st.just(0)}
+    ),
+    st.dictionaries(
+        st.sampled_from([ASK, START, LAST]), JSON | st.sampled_from([True, 1, 0, 2]), max_size=3
+    ),
 )
 
 
-def asks(*places: dict[str, Any]) -> bool:
-    """Whether an object has a value of the argument that means yes. 1.0 equals True."""
-    values = [place.get(ASK) for place in places]
-    return any(value is True or value == "true" or value == 1 for value in values)
+@pytest.fixture(scope="module")
+def line() -> str:
+    return FIRST
+
+
+@pytest.fixture(scope="module")
+def opt_in_server(
+    model: Path, line: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server whose silent requests get no rows. It has all endpoints of the table."""
+    arguments = ["--enable-return-routed-experts", "--routed-experts-opt-in"]
+    arguments += ["--max-model-len=128", "--enforce-eager"]
+    log = tmp_path_factory.mktemp("opt-in") / "server.log"
+    with Server(model, log=log, args=arguments, env=endpoints.ENVIRONMENT, line=line) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["all", "opt-in"])
+def any_server(request: pytest.FixtureRequest) -> Server:
+    name = "server" if request.param == "all" else "opt_in_server"
+    server: Server = request.getfixturevalue(name)
+    return server
+
+
+def assert_rows_only_if_asked(
+    opted_in: bool, body: Any, ways: Sequence[tuple[str, ...]], text: str
+) -> None:
+    """No answer has rows if a way of its request declines or, with opt-in, none asks."""
+    values = []
+    for way in ways:
+        place = body
+        for name in way:
+            place = place.get(name) if isinstance(place, dict) else None
+        if isinstance(place, dict) and place.get(ASK) is not None:
+            values.append(place[ASK])
+    # 1.0 equals True.
+    asks = any(value == 1 or value == "true" for value in values)
+    if not asks and (values or opted_in):
+        assert not HAS_ROWS.search(text), (values, text[:500])
 
 
 @pytest.mark.parametrize("endpoint", endpoints.ENDPOINTS, ids=lambda e: e.name.strip("`"))
 def test_arguments_of_any_value_do_no_harm_on_any_endpoint(
-    server: Server, check_server: Callable[[], None], endpoint: endpoints.Endpoint
+    any_server: Server, line: str, endpoint: endpoints.Endpoint
 ) -> None:
     """Nobody gets rows who does not ask, where answers have a place for rows or not."""
-    if any(server.line == LINES[line] for line in endpoint.ends_engine):
+    if not endpoint.is_served(line):
+        pytest.skip("this server has no such endpoint")
+    if line in endpoint.ends_engine:
         pytest.skip("ends the engine of the release too")
+    opted_in = "--routed-experts-opt-in" in any_server.command
+    has_place = endpoint.lines[line] == endpoints.ROWS
 
     @seed(SEED)
     @settings(
@@ -395,34 +456,28 @@ def test_arguments_of_any_value_do_no_harm_on_any_endpoint(
         stream=st.booleans() if endpoint.stream else st.just(False),
     )
     def send(data: st.DataObject, stream: bool) -> None:
-        body = {"model": server.checkpoint, **json.loads(json.dumps(endpoint.body))}
+        body = {"model": any_server.checkpoint, **json.loads(json.dumps(endpoint.body))}
         if stream:
             body["stream"] = True
-        given = []
         for way in endpoint.ways:
             place = body
             for name in way:
                 place = place.setdefault(name, {})
-            given.append(data.draw(ANYTHING))
-            place.update(given[-1])
-        status, text = post(server, endpoint.path, json.dumps(body))
+            place.update(data.draw(ANYTHING))
+        status, text = post(any_server, endpoint.path, json.dumps(body))
         assert status < 500, text
-        returned = '"routed_experts":"' in text
-        silent = all(place.get(ASK) is None for place in given)
-        # Who is silent gets rows from this server, where the answer has a place for them.
-        may_return = endpoint.lines[FIRST] == endpoints.ROWS and (silent or asks(*given))
-        assert may_return or not returned, text[:500]
+        assert has_place or not HAS_ROWS.search(text), text[:500]
+        assert_rows_only_if_asked(opted_in, body, endpoint.ways, text)
 
     send()
-    check_server()
+    any_server.generate(PROMPT, max_tokens=1)
+
+
+def test_log_of_the_server_with_opt_in_names_no_error(opt_in_server: Server) -> None:
+    """After all requests of this module."""
+    assert find_errors(opt_in_server) == []
 
 
 def test_log_names_no_error(server: Server) -> None:
-    """After all requests of this module. The API server logs where each refusal was raised."""
-    lines = server.log.read_text(errors="replace").splitlines()
-    assert any(line.startswith("(EngineCore") for line in lines)
-    assert any(line.startswith("(APIServer") and '" 200 ' in line for line in lines)
-    wrong = re.compile(
-        r"\((EngineCore|Worker).*(\bERROR\b|Traceback)|.*\b500 Internal Server Error"
-    )
-    assert [line for line in lines if wrong.match(line)][:5] == []
+    """After all requests of this module."""
+    assert find_errors(server) == []

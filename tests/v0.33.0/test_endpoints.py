@@ -13,6 +13,7 @@ import pytest
 from tests.behaviour.test_endpoints import (
     arguments,
     server,
+    skip_what_is_not_served,
     test_log_names_no_error,
     test_offline_requests_get_rows_if_they_ask,
     test_requests_of_a_batch_file_get_rows_if_they_ask,
@@ -26,6 +27,7 @@ from tests.behaviour.test_endpoints import (
 __all__ = [
     "arguments",
     "server",
+    "skip_what_is_not_served",
     "test_log_names_no_error",
     "test_offline_requests_get_rows_if_they_ask",
     "test_requests_of_a_batch_file_get_rows_if_they_ask",

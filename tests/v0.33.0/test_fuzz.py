@@ -17,22 +17,36 @@ from hypothesis import strategies as st
 
 from harness import oracle
 from harness.server import Server
+from tests import endpoints
 from tests.behaviour.test_fuzz import (
     ARGUMENTS,
     ENDPOINTS,
+    FIELDS,
     HOSTILE,
     KNOWN,
+    OBJECTS,
     PLACES,
     SEED,
+    any_server,
+    assert_rows_only_if_asked,
     find,
+    opt_in_server,
     post,
     streamed_error,
     test_arguments_of_any_value_do_no_harm_on_any_endpoint,
+    test_log_names_no_error,
+    test_log_of_the_server_with_opt_in_names_no_error,
     write_body,
 )
 
-# This test runs here as it is.
-__all__ = ["test_arguments_of_any_value_do_no_harm_on_any_endpoint"]
+# These tests and fixtures run here as they are.
+__all__ = [
+    "any_server",
+    "opt_in_server",
+    "test_arguments_of_any_value_do_no_harm_on_any_endpoint",
+    "test_log_names_no_error",
+    "test_log_of_the_server_with_opt_in_names_no_error",
+]
 
 pytestmark = pytest.mark.slow
 
@@ -47,10 +61,15 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
+def line() -> str:
+    return LINE
+
+
+@pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ["--enable-return-routed-experts", "--max-model-len=64", "--enforce-eager"]
     log = tmp_path_factory.mktemp("server") / "server.log"
-    env = {"VLLM_MAX_N_SEQUENCES": "4"}
+    env = {**endpoints.ENVIRONMENT, "VLLM_MAX_N_SEQUENCES": "4"}
     with Server(model, log=log, args=arguments, env=env, line=LINE) as server:
         yield server
 
@@ -111,21 +130,9 @@ def test_requests_from_the_schema_do_no_harm(
         status = streamed_error(reply.text) or reply.status_code
         # 501 is the answer to, say, a file within a message.
         assert status < 500 or status == 501, reply.text
+        ways = (OBJECTS[path], *FIELDS[path])
+        assert_rows_only_if_asked(False, case.body, ways, reply.text)
         check_server()
 
     send()
     assert {200, 400} <= answered
-
-
-def test_log_names_no_error(server: Server) -> None:
-    """After all requests of this module."""
-    lines = server.log.read_text(errors="replace").splitlines()
-    assert any('" 200 ' in line for line in lines)
-    engine = ("(EngineCore", "(Worker")
-    wrong = [
-        line
-        for line in lines
-        if " 500 Internal Server Error" in line
-        or (line.startswith(engine) and (" ERROR " in line or "Traceback" in line))
-    ]
-    assert wrong[:5] == []
