@@ -170,9 +170,10 @@ def _write_model(path: Path, spec: Family, settings: Mapping[str, Any]) -> None:
     model.generation_config = transformers.GenerationConfig(eos_token_id=0, pad_token_id=3)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(path, safe_serialization=True)
-    if spec.architecture is not None:
+    if architectures := settings["config"].get("architectures"):
+        # Published configurations may have another name than the class in transformers.
         file = path / "config.json"
-        saved = {**json.loads(file.read_text()), "architectures": [spec.architecture]}
+        saved = {**json.loads(file.read_text()), "architectures": architectures}
         file.write_text(json.dumps(saved, indent=2) + "\n")
 
 

@@ -47,7 +47,6 @@ class Family:
         router_std: standard deviation of the routers' weights; 0.5 spreads logits to +-4.
         dtype: dtype of the saved weights.
         layers: name of the list of decoder layers.
-        architecture: published configurations' name of the class, if it differs from `model`.
         vision: configuration fields of the vision tower, if the model has one. The other settings
             are then those of its text model.
     """
@@ -63,7 +62,6 @@ class Family:
     router_std: float = 0.5
     dtype: str = "float32"
     layers: str = "model.layers"
-    architecture: str | None = None
     vision: Mapping[str, Any] | None = None
 
 
@@ -279,7 +277,6 @@ FAMILIES |= {
             "attention_bias": True,
             "lm_head_bias": True,
         },
-        architecture="PhiMoEForCausalLM",
     ),
     "dots1": Family(
         config="Dots1Config",
@@ -527,6 +524,28 @@ FAMILIES |= {
         },
         scores="sigmoid",
         router_std=0.125,
+    ),
+    "qwen3_vl_moe": Family(
+        config="Qwen3VLMoeConfig",
+        model="Qwen3VLMoeForConditionalGeneration",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={
+            "head_dim": 32,
+            **_EXPERTS,
+            "norm_topk_prob": True,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]},
+        },
+        layers="model.language_model.layers",
+        vision={
+            "depth": 1,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 64,
+        },
     ),
     "mellum": Family(
         config="MellumConfig",
