@@ -212,7 +212,7 @@ ENDPOINTS = [
     Endpoint(
         "`/v1/completions/derender`",
         "/v1/completions/derender",
-        {"generate_response": GENERATED},
+        {"generate_responses": [GENERATED]},
         (FIELD, XARGS),
         {FIRST: ABSENT, SECOND: REFUSED},
     ),

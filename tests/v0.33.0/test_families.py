@@ -7,6 +7,7 @@ router logits of the same forward.
 | gpt-oss, Qwen3.5-MoE | the CPU kernels take bfloat16 only |
 | DeepSeek-V2 and V3, GLM-4.7-Flash | multi-head latent attention on a CPU differs from
   `transformers` |
+| MiMo-V2-Flash | vLLM's forward pass differs from `transformers`, with the flag off too |
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ CASES = {
         moe_layers=(1, 2, 3),
         choice=Choice(top_k=4, groups=4, top_groups=2, scoring="sigmoid"),
     ),
+    "mimo_v2_flash": Case("mimo_v2_flash", moe_layers=(1, 2, 3), choice=SIGMOID),
     "glm4_moe_lite": Case("glm4_moe_lite", LATENT, REFERENCE, moe_layers=(1, 2, 3), choice=SIGMOID),
 }
 
