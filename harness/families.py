@@ -48,7 +48,7 @@ class Family:
         dtype: dtype of the saved weights.
         layers: name of the list of decoder layers.
         vision: configuration fields of the vision tower, if the model has one. The other settings
-            are then those of its text model.
+            then belong to its text model.
     """
 
     config: str
