@@ -495,6 +495,27 @@ FAMILIES |= {
             "projector_output_dim": 64,
         },
     ),
+    "dbrx": Family(
+        config="DbrxConfig",
+        model="DbrxForCausalLM",
+        router=("ffn.router.layer",),
+        experts="ffn_config.moe_num_experts",
+        top_k="ffn_config.moe_top_k",
+        settings={
+            "d_model": 64,
+            "n_heads": 2,
+            "n_layers": 4,
+            **_TWO_HEADS,
+            "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {
+                "ffn_hidden_size": 64,
+                "moe_num_experts": 8,
+                "moe_top_k": 2,
+                "ffn_act_fn": {"name": "silu"},
+            },
+        },
+        layers="transformer.blocks",
+    ),
     "mimo_v2_flash": Family(
         config="MiMoV2FlashConfig",
         model="MiMoV2FlashForCausalLM",

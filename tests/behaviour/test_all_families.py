@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from harness import oracle
+from harness.checkpoint import family_of
 from harness.on_cpu import TESTED
 from tests.behaviour.conftest import BLOCK, CHUNK, ask, assert_all_true, random_prompt, running
 
@@ -26,6 +27,9 @@ FAMILIES = TESTED["v0.20.2"]
 def assert_rows_of_family(model: Path, **options: Any) -> None:
     """Rows of a batch, of several chunks, and after a cached prefix are those of `transformers`."""
     prompts = [random_prompt(i, n) for i, n in enumerate((5, 2 * CHUNK + 9, 1))]
+    if family_of(model).vision is not None:
+        # The checkpoint has no image processor.
+        options["limit_mm_per_prompt"] = {"image": 0, "video": 0}
     # An engine that runs a model of `transformers` changes its class for the whole process: load
     # the oracle first.
     oracle.route(model, prompts[0])

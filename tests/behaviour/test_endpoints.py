@@ -199,7 +199,8 @@ def test_values_are_the_same_on_both_lines(
         for value in values:
             reply = send(server, endpoint, (way, {ASK: True, name: value}), stream=stream)
             assert reply.status_code == 400, (name, value, reply.text)
-            assert name in reply.text, (name, value)
+            # This one hides why a request is none of another endpoint, in the release too.
+            assert name in reply.text or endpoint.path == "/invocations", (name, value)
     for value in (True, 1, "true"):
         reply = send(server, endpoint, (way, {ASK: value, START: 2}), stream=stream)
         assert reply.status_code == 200, reply.text
