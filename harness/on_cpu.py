@@ -19,6 +19,7 @@ _BOTH: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {},
     "mixtral": {},
     "olmoe": {},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
     "qwen2_moe": {"mlp_only_layers": [2]},
     "qwen3_moe": {"mlp_only_layers": [2]},
 }
@@ -39,7 +40,6 @@ TESTED: dict[str, dict[str, dict[str, Any]]] = {
         "llama4_text": {},
         "mellum": {},
         "minimax_m2": {},
-        "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
     },
 }
 
