@@ -51,6 +51,8 @@ class Endpoint:
         stream: whether it can stream.
         ends_engine: lines whose engine on a CPU ends at a valid request, in the release too.
         package: Python package without which the server has no such endpoint.
+        silent: status of the answer to `body` from the model of the tests: 501 if the endpoint
+            wants another model.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Endpoint:
     stream: bool = False
     ends_engine: tuple[str, ...] = ()
     package: str | None = None
+    silent: int = 200
 
     def is_served(self, line: str) -> bool:
         """Whether a server of the line has it in this environment."""
@@ -229,6 +232,7 @@ ENDPOINTS = [
         {"input": "abc", "questions": [{"type": "predicate", "instructions": "a"}]},
         (FIELD, XARGS),
         {FIRST: ABSENT, SECOND: REFUSED},
+        silent=501,
     ),
     Endpoint(
         "`/v1/systemone`",
@@ -239,6 +243,7 @@ ENDPOINTS = [
         },
         (FIELD, XARGS),
         {FIRST: ABSENT, SECOND: REFUSED},
+        silent=501,
     ),
     Endpoint(
         "`/v1/messages/count_tokens`",

@@ -466,7 +466,7 @@ def test_arguments_of_any_value_do_no_harm_on_any_endpoint(
                 place = place.setdefault(name, {})
             place.update(arguments)
         status, text = post(any_server, endpoint.path, json.dumps(body))
-        assert status < 500, text
+        assert status < 500 or status == endpoint.silent, text
         assert has_place or not HAS_ROWS.search(text), text[:500]
         assert_rows_only_if_asked(opted_in, body, endpoint.ways, text)
 
