@@ -206,6 +206,15 @@ _LINEAR = {
     "linear_value_head_dim": 128,
     "head_dim": 256,
 }
+_GEMMA4 = {
+    "head_dim": 32,
+    **_EXPERTS,
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+}
 _LLAMA4 = {
     "head_dim": 32,
     "num_local_experts": 8,
@@ -433,15 +442,7 @@ FAMILIES |= {
         router=("router.proj",),
         experts="num_experts",
         top_k="top_k_experts",
-        settings={
-            "head_dim": 32,
-            **_EXPERTS,
-            "enable_moe_block": True,
-            "hidden_size_per_layer_input": 0,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "sliding_window": 512,
-            "tie_word_embeddings": True,
-        },
+        settings=_GEMMA4,
     ),
     "glm4_moe_lite": Family(
         config="Glm4MoeLiteConfig",
@@ -494,6 +495,61 @@ FAMILIES |= {
             "projector_input_dim": 64,
             "projector_output_dim": 64,
         },
+    ),
+    "gemma4": Family(
+        config="Gemma4Config",
+        model="Gemma4ForConditionalGeneration",
+        router=("router.proj",),
+        experts="num_experts",
+        top_k="top_k_experts",
+        settings=_GEMMA4,
+        layers="model.language_model.layers",
+        vision={
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+        },
+    ),
+    "glm4v_moe": Family(
+        config="Glm4vMoeConfig",
+        model="Glm4vMoeForConditionalGeneration",
+        router=("mlp.gate",),
+        experts="n_routed_experts",
+        settings={
+            **_SHARED,
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 2, 2],
+                "partial_rotary_factor": 0.5,
+            },
+            "use_qk_norm": False,  # vLLM reads it from the published configurations
+        },
+        scores="sigmoid",
+        router_std=0.125,
+        layers="model.language_model.layers",
+        vision={
+            "depth": 1,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        },
+    ),
+    "laguna": Family(
+        config="LagunaConfig",
+        model="LagunaForCausalLM",
+        router=("mlp.gate",),
+        experts="num_experts",
+        settings={"head_dim": 32, **_EXPERTS},
+        scores="sigmoid",
+        # vLLM does not read the bias by the name that transformers gives it. It stays zero.
+        bias=(),
+        router_std=0.125,
     ),
     "dbrx": Family(
         config="DbrxConfig",
