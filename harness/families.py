@@ -551,6 +551,23 @@ FAMILIES |= {
         bias=(),
         router_std=0.125,
     ),
+    "solar_open": Family(
+        config="SolarOpenConfig",
+        model="SolarOpenForCausalLM",
+        router=("mlp.gate",),
+        experts="n_routed_experts",
+        settings={
+            "head_dim": 32,
+            "n_routed_experts": 16,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+        scores="sigmoid",
+        router_std=0.125,
+    ),
     "dbrx": Family(
         config="DbrxConfig",
         model="DbrxForCausalLM",

@@ -43,6 +43,7 @@ TESTED: dict[str, dict[str, dict[str, Any]]] = {
         "llama4_text": {},
         "mellum": {},
         "minimax_m2": {},
+        "solar_open": {},
     },
 }
 
@@ -73,6 +74,7 @@ NOT_TESTED: dict[str, dict[str, str]] = {
         "dbrx": _no("'blocks.0.ffn.experts.w13_weight'"),
         "deepseek_v2": _OWN_LOGITS,
         "deepseek_v3": _OWN_LOGITS,
+        "deepseek_v32": _no("Sparse Attention is not supported on CPU."),
         "glm4_moe_lite": _OWN_LOGITS,
         "gpt_oss": _OWN_LOGITS,
         "jamba": _no("'_OpNamespace' '_C' object has no attribute 'selective_scan_fwd'"),
