@@ -551,6 +551,19 @@ FAMILIES |= {
         bias=(),
         router_std=0.125,
     ),
+    "minimax": Family(
+        config="MiniMaxConfig",
+        model="MiniMaxForCausalLM",
+        router=("mlp.gate",),
+        experts="num_local_experts",
+        settings={
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "layer_types": ["full_attention"] * 4,
+        },
+    ),
     "solar_open": Family(
         config="SolarOpenConfig",
         model="SolarOpenForCausalLM",
