@@ -8,11 +8,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from examples import proxy
+from harness.lines import FIRST
 from harness.process import Kept, free_port
 from harness.server import Server, ServerError
 
@@ -25,6 +30,77 @@ GIVEN_UP = 15
 
 # Name of the counter of prompt tokens whose KV an engine received.
 RECEIVED = "vllm:external_prefix_cache_hits_total"
+# Name of the counter of prompt tokens that an engine found in its own cache.
+CACHED = "vllm:prefix_cache_hits_total"
+
+# Of a role: arguments of `vllm serve`, and variables.
+Way = Callable[[str], tuple[Sequence[str], Mapping[str, str]]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode engine.
+
+    Attributes:
+        url: of `examples/proxy.py` in front of them.
+        line: of `patches/`, whose engines they are.
+    """
+
+    prefill: Server
+    decode: Server
+    url: str
+    line: str
+
+
+@contextlib.contextmanager
+def running(model: Path, folder: Path, way: Way, line: str = FIRST) -> Iterator[Pair]:
+    """Run both engines, and the proxy. Their logs are `<role>.log`.
+
+    Args:
+        model: checkpoint of both.
+        folder: for the logs.
+        way: of both roles.
+        line: of `patches/`.
+    """
+    servers = []
+    for role in (PREFILL, DECODE):
+        arguments, variables = way(role)
+        if line != FIRST:
+            arguments = [*arguments, "--enforce-eager"]  # compiling takes minutes
+        servers.append(Server(model, folder / f"{role}.log", arguments, variables, line=line))
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor() as pool:  # they take long to start
+            started = [pool.submit(stack.enter_context, server) for server in servers]
+        prefill, decode = (future.result() for future in started)
+        url = stack.enter_context(proxy.running(prefill.url, decode.url))
+        yield Pair(prefill, decode, url, line)
+
+
+def files(storage: Path) -> Way:
+    """Engines that share KV through files, each on a core of its own.
+
+    Args:
+        storage: folder for the KV, the same for both engines.
+    """
+    return lambda role: (arguments(storage, role), {"VLLM_CPU_OMP_THREADS_BIND": _core(role)})
+
+
+def both(storage: Path) -> Way:
+    """Engines that send KV with NIXL, and share it through files too (MultiConnector)."""
+
+    def way(role: str) -> tuple[Sequence[str], Mapping[str, str]]:
+        connectors = [
+            _config("NixlConnector", role, {}, kv_buffer_device="cpu"),
+            _config("ExampleConnector", role, {"shared_storage_path": str(storage)}),
+        ]
+        first = _connector("MultiConnector", role, {"connectors": connectors})
+        return [*first, *_WHOLE_PROMPTS], nixl(role)[1]
+
+    return way
+
+
+# ExampleConnector saves the KV of what a prompt's first step computes.
+_WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens=2048")
 
 
 def arguments(storage: Path, role: str) -> list[str]:
@@ -34,12 +110,8 @@ def arguments(storage: Path, role: str) -> list[str]:
         storage: folder for the KV, the same for both engines.
         role: `PREFILL` or `DECODE`.
     """
-    return [
-        *_connector("ExampleConnector", role, {"shared_storage_path": str(storage)}),
-        # This connector saves the KV of what a prompt's first step computes.
-        "--no-enable-chunked-prefill",
-        "--max-num-batched-tokens=2048",
-    ]
+    first = _connector("ExampleConnector", role, {"shared_storage_path": str(storage)})
+    return [*first, *_WHOLE_PROMPTS]
 
 
 def nixl(role: str, device: str = "cpu") -> tuple[list[str], dict[str, str]]:
@@ -55,11 +127,8 @@ def nixl(role: str, device: str = "cpu") -> tuple[list[str], dict[str, str]]:
         "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(GIVEN_UP),
     }
     if device == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        # A core each: threads that wait for each other stall on a busy machine.
-        core = str(cores[0] if role == PREFILL else cores[-1])
         # Sockets, not shared memory. UCX refuses the loopback device.
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": core, "UCX_TLS": "tcp"}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": _core(role), "UCX_TLS": "tcp"}
     return _connector("NixlConnector", role, {}, kv_buffer_device=device), environment
 
 
@@ -79,36 +148,39 @@ def wait_until_idle(server: Server, timeout_s: float = GIVEN_UP + 60) -> None:
         server.generate([5, 6, 7], max_tokens=1)
 
 
-def _connector(name: str, role: str, extra: dict[str, str], **more: str) -> list[str]:
-    config = {
-        "kv_connector": name,
-        "kv_role": role,
-        "kv_connector_extra_config": extra,
-        **more,
-    }
-    return ["--enable-return-routed-experts", f"--kv-transfer-config={json.dumps(config)}"]
+def _core(role: str) -> str:
+    """A core of its own: threads that wait for each other stall on a busy machine."""
+    cores = sorted(os.sched_getaffinity(0))
+    return str(cores[0] if role == PREFILL else cores[-1])
+
+
+def _config(name: str, role: str, extra: dict[str, Any], **more: str) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra, **more}
+
+
+def _connector(name: str, role: str, extra: dict[str, Any], **more: str) -> list[str]:
+    config = json.dumps(_config(name, role, extra, **more))
+    return ["--enable-return-routed-experts", f"--kv-transfer-config={config}"]
 
 
 @contextlib.contextmanager
-def plain_proxy(line: str, prefill: Server, decode: Server, log: Path) -> Iterator[str]:
+def plain_proxy(pair: Pair, log: Path) -> Iterator[str]:
     """Run vLLM's own proxy for NIXL, unchanged, from its source tree; yields its URL.
 
     It passes the `kv_transfer_params` of the prefill engine's answer on, and joins nothing. It
     serves /v1/completions and /v1/chat/completions.
 
     Args:
-        line: of `patches/`, whose tree has the proxy.
-        prefill: the prefill engine.
-        decode: the decode engine.
+        pair: the engines, of the line whose tree has the proxy.
         log: file for the proxy's output, overwritten.
 
     Raises:
         ServerError: the proxy ended before it was ready.
     """
     port = free_port()
-    program = ROOT / "build" / line / "vllm" / PLAIN_PROXY
+    program = ROOT / "build" / pair.line / "vllm" / PLAIN_PROXY
     command = [sys.executable, str(program), f"--port={port}"]
-    for role, server in (("prefiller", prefill), ("decoder", decode)):
+    for role, server in (("prefiller", pair.prefill), ("decoder", pair.decode)):
         command += [f"--{role}-host=127.0.0.1", f"--{role}-port={server.port}"]
     url = f"http://127.0.0.1:{port}"
     with Kept(command, log) as process:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,7 @@ import pytest
 from examples import proxy
 from examples.client import Completion, decode_rows, generate
 from harness import disaggregated
-from harness.server import Server
+from harness.disaggregated import Pair
 from tests.behaviour.conftest import (
     BLOCK,
     ask,
@@ -36,25 +34,11 @@ PROMPTS = [random_prompt(i, length) for i, length in enumerate(LENGTHS)]
 MAX_TOKENS = 9
 
 
-@dataclass(frozen=True)
-class Pair:
-    prefill: Server
-    decode: Server
-    url: str
-
-
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("disaggregated")
-    servers = [
-        Server(model, folder / f"{role}.log", disaggregated.arguments(folder / "kv", role))
-        for role in (disaggregated.PREFILL, disaggregated.DECODE)
-    ]
-    with ExitStack() as stack:
-        with ThreadPoolExecutor() as pool:  # they take long to start
-            started = [pool.submit(stack.enter_context, server) for server in servers]
-        prefill, decode = (future.result() for future in started)
-        yield Pair(prefill, decode, stack.enter_context(proxy.running(prefill.url, decode.url)))
+    with disaggregated.running(model, folder, disaggregated.files(folder / "kv")) as pair:
+        yield pair
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:

@@ -27,6 +27,26 @@ from harness.lines import FIRST
 from harness.server import Server
 from tests import endpoints
 from tests.behaviour.conftest import CHUNK, random_prompt
+from tests.carriers import (
+    server_without_rows,
+    test_prompt_rows_at_a_server_without_rows_do_no_harm,
+    test_prompt_rows_for_several_readers_are_a_400,
+    test_prompt_rows_of_any_value_do_no_harm_on_any_endpoint,
+    test_prompt_rows_of_who_gets_none_do_no_harm,
+    test_prompt_rows_that_cannot_be_the_prompts_are_a_400_with_one_sentence,
+    test_prompt_rows_that_say_nothing_or_what_is_known_are_taken,
+)
+
+# These run here as they are.
+__all__ = [
+    "server_without_rows",
+    "test_prompt_rows_at_a_server_without_rows_do_no_harm",
+    "test_prompt_rows_for_several_readers_are_a_400",
+    "test_prompt_rows_of_any_value_do_no_harm_on_any_endpoint",
+    "test_prompt_rows_of_who_gets_none_do_no_harm",
+    "test_prompt_rows_that_cannot_be_the_prompts_are_a_400_with_one_sentence",
+    "test_prompt_rows_that_say_nothing_or_what_is_known_are_taken",
+]
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,8 @@ Prompts are those of the first line's `tests/behaviour/test_disaggregated_engine
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ import pytest
 from examples import proxy
 from examples.client import decode_rows, generate
 from harness import disaggregated
-from harness.server import Server
+from harness.disaggregated import Pair
 from tests.behaviour.conftest import BLOCK, assert_rows, random_prompt
-from tests.behaviour.test_disaggregated_engines import LENGTHS, MAX_TOKENS, PROMPTS, Pair, post
+from tests.behaviour.test_disaggregated_engines import LENGTHS, MAX_TOKENS, PROMPTS, post
 
 pytestmark = pytest.mark.slow
 
@@ -33,25 +31,9 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("disaggregated")
-    cores = sorted(os.sched_getaffinity(0))
-    servers = [
-        Server(
-            model,
-            folder / f"{role}.log",
-            [*disaggregated.arguments(folder / "kv", role), "--enforce-eager"],
-            {"VLLM_CPU_OMP_THREADS_BIND": str(core)},
-            line=LINE,
-        )
-        for role, core in [
-            (disaggregated.PREFILL, cores[0]),
-            (disaggregated.DECODE, cores[-1]),
-        ]
-    ]
-    with ExitStack() as stack:
-        with ThreadPoolExecutor() as pool:  # they take long to start
-            started = [pool.submit(stack.enter_context, server) for server in servers]
-        prefill, decode = (future.result() for future in started)
-        yield Pair(prefill, decode, stack.enter_context(proxy.running(prefill.url, decode.url)))
+    way = disaggregated.files(folder / "kv")
+    with disaggregated.running(model, folder, way, LINE) as pair:
+        yield pair
 
 
 def test_joined_rows_are_true(pair: Pair, model: Path) -> None:

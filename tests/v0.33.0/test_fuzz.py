@@ -38,14 +38,30 @@ from tests.behaviour.test_fuzz import (
     test_log_of_the_server_with_opt_in_names_no_error,
     write_body,
 )
+from tests.carriers import (
+    server_without_rows,
+    test_prompt_rows_at_a_server_without_rows_do_no_harm,
+    test_prompt_rows_for_several_readers_are_a_400,
+    test_prompt_rows_of_any_value_do_no_harm_on_any_endpoint,
+    test_prompt_rows_of_who_gets_none_do_no_harm,
+    test_prompt_rows_that_cannot_be_the_prompts_are_a_400_with_one_sentence,
+    test_prompt_rows_that_say_nothing_or_what_is_known_are_taken,
+)
 
 # These tests and fixtures run here as they are.
 __all__ = [
     "any_server",
     "opt_in_server",
+    "server_without_rows",
     "test_arguments_of_any_value_do_no_harm_on_any_endpoint",
     "test_log_names_no_error",
     "test_log_of_the_server_with_opt_in_names_no_error",
+    "test_prompt_rows_at_a_server_without_rows_do_no_harm",
+    "test_prompt_rows_for_several_readers_are_a_400",
+    "test_prompt_rows_of_any_value_do_no_harm_on_any_endpoint",
+    "test_prompt_rows_of_who_gets_none_do_no_harm",
+    "test_prompt_rows_that_cannot_be_the_prompts_are_a_400_with_one_sentence",
+    "test_prompt_rows_that_say_nothing_or_what_is_known_are_taken",
 ]
 
 pytestmark = pytest.mark.slow
