@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill and a decode engine behind the proxy for minutes, with clients that leave. No GPU.
 
-    python -m benchmarks.soak --minutes 10 --out build/bench/soak
+    python -m benchmarks.soak --minutes 10 --out build/bench/soak [--on v0.33.0]
 
 NIXL sends the KV between two `vllm serve` on loopback. Six clients ask the proxy for random
 prompts, half of them with a prefix of another; answers are whole or streamed, with or without rows.
-Clients leave one answer in four: in the middle of its stream, or after a random time. Each other
-answer must have the rows of all its positions, and every tenth is compared with Hugging Face
-transformers. In the end no request and no KV block is held, the engines' memory has not grown, and
-no process is left. DIR gets the record: `soak.json`, `soak.md` and `soak.png`.
+The rows of the prompt travel in `kv_transfer_params`. Clients leave one answer in four: in the
+middle of its stream, or after a random time. One client in twelve sends the decode engine wrong
+rows of a prompt, which must be refused. Each other answer must have the rows of all its positions,
+and every tenth is compared with Hugging Face transformers. In the end no request and no KV block is
+held, the engines' memory has not grown, and no process is left. DIR gets the record: `soak.json`,
+`soak.md` and `soak.png`.
 
 Exit status: 0 all held; 1 something did not, or no answer; the output says what.
 """
@@ -38,8 +40,9 @@ from examples import proxy
 from examples.client import PATH, Completion, RoutedExpertsError, generate
 from harness import disaggregated, oracle
 from harness.checkpoint import make_checkpoint
+from harness.lines import FIRST, LINES
 from harness.process import Kept
-from harness.server import Server, ServerError
+from harness.server import ServerError
 
 CLIENTS = 6
 # Every so many answers are compared with the oracle.
@@ -49,12 +52,13 @@ CHECKED = 10
 class Load:
     """The clients, and what became of their requests."""
 
-    def __init__(self, url: str, seconds: float) -> None:
-        self.url = url
+    def __init__(self, pair: disaggregated.Pair, seconds: float) -> None:
+        self.pair = pair
+        self.url = pair.url
         self.end = time.monotonic() + seconds
         self.rng = np.random.default_rng(0)
         self.prefixes = [self._tokens(self.rng, 96) for _ in range(8)]
-        self.finished = self.silent = self.left = self.rows = 0
+        self.finished = self.silent = self.left = self.refused = self.rows = 0
         self.checked: list[Completion] = []
         self.faults: list[str] = []
         self._lock = threading.Lock()
@@ -71,8 +75,11 @@ class Load:
             if time.monotonic() > self.end or len(self.faults) > 20:
                 return
             try:
-                self._ask(rng, leaves=request % 4 == 0)
-            except (RoutedExpertsError, httpx.HTTPError, KeyError, ValueError) as e:
+                if request % 12 == 6:
+                    self._bring_wrong_rows(rng)
+                else:
+                    self._ask(rng, leaves=request % 4 == 0)
+            except (RoutedExpertsError, ServerError, httpx.HTTPError, KeyError, ValueError) as e:
                 with self._lock:
                     self.faults.append(f"{type(e).__name__}: {e}")
 
@@ -111,6 +118,19 @@ class Load:
                 if self.finished % CHECKED == 0:
                     self.checked.append(completion)
 
+    def _bring_wrong_rows(self, rng: np.random.Generator) -> None:
+        """Send the decode engine rows that do not end with the prompt. It never fetches the KV."""
+        prompt = self._tokens(rng, int(rng.integers(1, 150)))
+        body = {"token_ids": prompt, "sampling_params": {"max_tokens": 5}}
+        prefilled = self.pair.prefill.post(PATH, proxy.prefill_body(PATH, body))
+        body = proxy.decode_body(body, prefilled)
+        body["kv_transfer_params"][proxy.PROMPT_ROWS]["routed_experts_start"] += 1
+        reply = httpx.post(self.pair.decode.url + PATH, json=body, trust_env=False, timeout=600)
+        if reply.status_code != 400 or proxy.PROMPT_ROWS not in reply.text:
+            raise ValueError(f"wrong rows got status {reply.status_code}: {reply.text[:200]}")
+        with self._lock:
+            self.refused += 1
+
     def _leave(self, rng: np.random.Generator, body: dict[str, Any]) -> None:
         """Close the connection in the middle of a long answer, or before it."""
         body["sampling_params"]["max_tokens"] = 200
@@ -139,12 +159,8 @@ def mebibytes(processes: Sequence[psutil.Process]) -> int:
     return total >> 20
 
 
-def soak(pair: Sequence[Server], url: str, seconds: float) -> tuple[Load, list[dict[str, Any]]]:
+def soak(pair: disaggregated.Pair, seconds: float) -> tuple[Load, list[dict[str, Any]]]:
     """Put a pair of engines under load, and wait until they hold nothing.
-
-    Args:
-        pair: the prefill and the decode engine.
-        url: of the proxy in front.
 
     Returns:
         The load, and a line for each second of it.
@@ -152,7 +168,8 @@ def soak(pair: Sequence[Server], url: str, seconds: float) -> tuple[Load, list[d
     Raises:
         ServerError: an engine still holds requests or KV.
     """
-    load = Load(url, seconds)
+    load = Load(pair, seconds)
+    servers = (pair.prefill, pair.decode)
     lines: list[dict[str, Any]] = []
     with ThreadPoolExecutor(1) as pool:
         began, running = time.monotonic(), pool.submit(load.run)
@@ -162,12 +179,12 @@ def soak(pair: Sequence[Server], url: str, seconds: float) -> tuple[Load, list[d
                     "t": round(time.monotonic() - began, 1),
                     "answers": load.finished + load.silent,
                     "left": load.left,
-                    "mib": [mebibytes(tree(server)) for server in pair],
+                    "mib": [mebibytes(tree(server)) for server in servers],
                 }
             )
             time.sleep(1)
         running.result()
-    for server in pair:
+    for server in servers:
         disaggregated.wait_until_idle(server)
     return load, lines
 
@@ -214,7 +231,7 @@ def draw(lines: Sequence[dict[str, Any]], out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
-def run(minutes: float, out: Path) -> None:
+def run(minutes: float, out: Path, line: str) -> None:
     """Start everything, soak, stop everything, and write the record.
 
     Raises:
@@ -223,13 +240,10 @@ def run(minutes: float, out: Path) -> None:
     """
     out.mkdir(parents=True, exist_ok=True)
     model = make_checkpoint(out / "checkpoint")
-    roles = (disaggregated.PREFILL, disaggregated.DECODE)
-    pair = [Server(model, out / f"{role}.log", *disaggregated.nixl(role)) for role in roles]
-    prefill, decode = pair
-    with prefill, decode, proxy.running(prefill.url, decode.url) as url:
-        processes = [process for server in pair for process in tree(server)]
-        load, lines = soak(pair, url, 60 * minutes)
-        version = json.loads(decode.get("/version"))["version"]
+    with disaggregated.running(model, out, disaggregated.nixl, line) as pair:
+        processes = [process for server in (pair.prefill, pair.decode) for process in tree(server)]
+        load, lines = soak(pair, 60 * minutes)
+        version = json.loads(pair.decode.get("/version"))["version"]
     left = [process for process in processes if process.is_running()]
     total = oracle.Comparison()
     for completion in load.checked:
@@ -246,6 +260,7 @@ def run(minutes: float, out: Path) -> None:
                 ["Answers with rows, none missing", f"{load.finished:,} ({load.rows:,} rows)"],
                 ["Answers without rows, as asked", f"{load.silent:,}"],
                 ["Clients that left", f"{load.left:,}"],
+                ["Wrong rows of a prompt, refused", f"{load.refused:,}"],
                 ["Faults", f"{len(load.faults)}"],
                 [
                     "Rows of every tenth answer that are transformers'",
@@ -287,9 +302,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=WORK / "soak", help="folder for everything (%(default)s)"
     )
+    parser.add_argument(
+        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+    )
     args = parser.parse_args(argv)
     try:
-        run(args.minutes, args.out)
+        run(args.minutes, args.out, args.on)
     except (Failure, ServerError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -244,10 +244,11 @@ def test_client_that_leaves_a_stream_leaves_nothing_behind(
 
 def test_soak_leaves_nothing_behind(pair: Pair) -> None:
     """`python -m benchmarks.soak`, for seconds."""
-    load, lines = soak((pair.prefill, pair.decode), pair.url, seconds=10)
+    load, lines = soak(pair, seconds=10)
     assert not load.faults
     assert load.finished
     assert load.left
+    assert load.refused
     assert lines
 
 
