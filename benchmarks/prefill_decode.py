@@ -32,7 +32,7 @@ HEADS = ["Tokens", "Engine", "Carrier", "Request, MB", "Answer, MB", "It took, m
 HEADS += ["Longest callback, ms", "Most processor time of one, ms", "A timer late by, ms"]
 
 
-def server(listening: socket.socket, parent: Connection) -> None:
+def server(listening: socket.socket, whole_body: bool, parent: Connection) -> None:
     """Run the server's process."""
     import uvicorn
 
@@ -44,7 +44,8 @@ def server(listening: socket.socket, parent: Connection) -> None:
 
     async def run() -> None:
         ticking = asyncio.create_task(probe.tick())
-        await uvicorn.Server(uvicorn.Config(make_app(), log_level="error")).serve([listening])
+        config = uvicorn.Config(make_app(whole_body), log_level="error")
+        await uvicorn.Server(config).serve([listening])
         ticking.cancel()
 
     probe.time_callbacks()
@@ -91,6 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="file for the numbers of all rounds, as JSON")
+    parser.add_argument(
+        "--whole-body", action="store_true", help="leave large rows in the body that is parsed"
+    )
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     parent, child = spawn.Pipe()
@@ -98,7 +102,8 @@ def main() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        process = spawn.Process(target=server, args=(listening, child), daemon=True)
+        target_args = (listening, args.whole_body, child)
+        process = spawn.Process(target=server, args=target_args, daemon=True)
         process.start()
         # The first round warms up.
         rounds = [run_round(port, parent) for _ in range(args.rounds + 1)][1:]

@@ -83,10 +83,11 @@ async def write(request: CompletionRequest, final: RequestOutput) -> Response:
     )
 
 
-def make_app() -> FastAPI:
+def make_app(whole_body: bool) -> FastAPI:
     """`/prefill` and `/decode`. The `seed` of a request is the length of its prompt."""
     app = FastAPI()
-    app.add_middleware(PromptRoutedExpertsMiddleware)
+    if not whole_body:
+        app.add_middleware(PromptRoutedExpertsMiddleware)
 
     @app.post("/prefill", response_model=None)
     async def prefill(request: CompletionRequest) -> Response:
