@@ -3,10 +3,9 @@
 
     python -m benchmarks.prefill_decode --out benchmarks/results/prefill_decode.json
 
-A server without an engine has vLLM's own request classes and code for the prompt's rows. A client
-in another process asks it with and without them. Rows are random: 61 layers, top-8 of 256 experts.
-Of the event loop: the longest callback, the most processor time of one, and how late a timer of a
-millisecond is. Medians of the rounds. Runs with the vLLM of either line.
+A server without an engine has vLLM's own code for the prompt's rows. A client asks it with and
+without random rows of 61 layers, top-8 of 256 experts. Of the event loop: the longest callback, the
+most processor time of one, and how late a timer is. Medians of rounds. For the vLLM of either line.
 """
 
 from __future__ import annotations
@@ -92,9 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="file for the numbers of all rounds, as JSON")
-    parser.add_argument(
-        "--whole-body", action="store_true", help="leave large rows in the body that is parsed"
-    )
+    parser.add_argument("--whole-body", action="store_true", help="parse bodies with their rows")
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     parent, child = spawn.Pipe()
@@ -102,8 +99,8 @@ def main() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        target_args = (listening, args.whole_body, child)
-        process = spawn.Process(target=server, args=target_args, daemon=True)
+        given = (listening, args.whole_body, child)
+        process = spawn.Process(target=server, args=given, daemon=True)
         process.start()
         # The first round warms up.
         rounds = [run_round(port, parent) for _ in range(args.rounds + 1)][1:]
