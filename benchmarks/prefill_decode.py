@@ -102,8 +102,8 @@ def main() -> None:
         given = (listening, args.whole_body, child)
         process = spawn.Process(target=server, args=given, daemon=True)
         process.start()
-        # The first round warms up.
-        rounds = [run_round(port, parent) for _ in range(args.rounds + 1)][1:]
+    # The first round warms up.
+    rounds = [run_round(port, parent) for _ in range(args.rounds + 1)][1:]
     process.terminate()
     lines = []
     for same in zip(*rounds, strict=True):

@@ -16,8 +16,8 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionRequest,
     CompletionResponse,
     CompletionResponseChoice,
+    UsageInfo,
 )
-from vllm.entrypoints.openai.engine.protocol import UsageInfo
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
