@@ -166,7 +166,7 @@ def test_prompt_rows_that_cannot_be_the_prompts_are_a_400_with_one_sentence(
         assert f"kv_transfer_params.{KEY}" in message, (name, message[:500])
         assert len(message) < 500, (name, message[:500])
         assert message.endswith("."), (name, message)
-        assert ". " not in message, (name, message)
+        assert ". " not in message.replace("...", ""), (name, message)
         assert "\n" not in message, (name, message)
     check_server()
 
