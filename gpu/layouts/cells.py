@@ -135,6 +135,8 @@ CELLS: dict[str, Cell] = {
     ),
     "pd": Cell(
         2,
+        # v0.33.0 wants the prefix cache with a KV connector.
+        {"enable_prefix_caching": True},
         serve=((), ()),
         disaggregated=True,
         hosts=(2,),
