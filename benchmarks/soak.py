@@ -121,7 +121,7 @@ class Load:
     def _bring_wrong_rows(self, rng: np.random.Generator) -> None:
         """Send the decode engine rows that do not end with the prompt. It never fetches the KV."""
         prompt = self._tokens(rng, int(rng.integers(1, 150)))
-        body = {"token_ids": prompt, "sampling_params": {"max_tokens": 5}}
+        body: dict[str, Any] = {"token_ids": prompt, "sampling_params": {"max_tokens": 5}}
         prefilled = self.pair.prefill.post(PATH, proxy.prefill_body(PATH, body))
         body = proxy.decode_body(body, prefilled)
         body["kv_transfer_params"][proxy.PROMPT_ROWS]["routed_experts_start"] += 1

@@ -178,7 +178,9 @@ def test_prompt_rows_for_several_readers_are_a_400(
 ) -> None:
     carrier = json.dumps(get_valid(server, path))
     params = {"remote_block_ids": [[1]], KEY: "<rows>"}
-    sampling = {"sampling_params": {"n": 2, "max_tokens": 2}} if "inference" in path else {"n": 2}
+    sampling: dict[str, Any] = {"n": 2}
+    if "inference" in path:
+        sampling = {"sampling_params": {"n": 2, "max_tokens": 2}}
     changes: list[dict[str, Any]] = [{"kv_transfer_params": params, **sampling}]
     if path == "/v1/completions":
         changes.append({"prompt": [PROMPT, PROMPT]})

@@ -99,8 +99,8 @@ def ask_plain(
     seed += case.seed
     if kind == "chat":
         prompt: Any = openai_answers.words(seed, case.length)
-        body = {"messages": [{"role": "user", "content": prompt}]}
-        num_prompt_tokens = pair.decode.post("/tokenize", body)["count"]
+        messages = {"messages": [{"role": "user", "content": prompt}]}
+        num_prompt_tokens = pair.decode.post("/tokenize", messages)["count"]
         send: Any = openai_answers.chat
     else:
         prompt = random_prompt(seed, case.length)

@@ -81,8 +81,8 @@ def test_a_difference_has_one_name(
     ],
 )
 def test_what_differs_from_run_to_run_is_no_difference(one: str, two: str) -> None:
-    pair = ({"f": {"t": Outcome(FAILED, said)}} for said in (one, two))
-    (found,) = compare(*pair, set())
+    before, after = ({"f": {"t": Outcome(FAILED, said)}} for said in (one, two))
+    (found,) = compare(before, after, set())
     assert found.verdict == SAME
 
 
