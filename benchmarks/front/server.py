@@ -99,7 +99,7 @@ class Engine:
         blocks = (load.prompt + load.steps * load.tokens) // BLOCK + 1
         kv_blocks = len(requests) * blocks + 1
         kv_cache = kv_cache_manager(kv_blocks, blocks * BLOCK)
-        manager = RoutedExpertsManager(kv_cache, len(requests))
+        manager = RoutedExpertsManager(kv_cache)
         manager.rows.reserve(*self.pool.shape[1:], "uint8")
         asking = [r for r in requests.values() if manager.returns_rows(r)]
         scheduled = SchedulerOutput.make_empty()
