@@ -25,8 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PREFILL, DECODE = "kv_producer", "kv_consumer"
 # vLLM's own proxy for NIXL, in its source tree.
 PLAIN_PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
-# Seconds after which a prefill engine with NIXL gives up KV that nobody fetched.
-GIVEN_UP = 15
+# Seconds after which a prefill engine with NIXL gives up KV that nobody fetched. A busy machine can
+# take long to fetch it.
+GIVEN_UP = 60
+_LEASE = {"kv_lease_duration": GIVEN_UP}  # v0.33.0 reads this, v0.20.2 a variable
 
 # Name of the counter of prompt tokens whose KV an engine received.
 RECEIVED = "vllm:external_prefix_cache_hits_total"
@@ -90,7 +92,7 @@ def both(storage: Path) -> Way:
 
     def way(role: str) -> tuple[Sequence[str], Mapping[str, str]]:
         connectors = [
-            _config("NixlConnector", role, {}, kv_buffer_device="cpu"),
+            _config("NixlConnector", role, _LEASE, kv_buffer_device="cpu"),
             _config("ExampleConnector", role, {"shared_storage_path": str(storage)}),
         ]
         first = _connector("MultiConnector", role, {"connectors": connectors})
@@ -125,11 +127,13 @@ def nixl(role: str, device: str = "cpu") -> tuple[list[str], dict[str, str]]:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(GIVEN_UP),
+        # A proxy can send a request over a connection that the server closes at that moment.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
     }
     if device == "cpu":
         # Sockets, not shared memory. UCX refuses the loopback device.
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": _core(role), "UCX_TLS": "tcp"}
-    return _connector("NixlConnector", role, {}, kv_buffer_device=device), environment
+    return _connector("NixlConnector", role, _LEASE, kv_buffer_device=device), environment
 
 
 def wait_until_idle(server: Server, timeout_s: float = GIVEN_UP + 60) -> None:
