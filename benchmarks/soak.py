@@ -47,6 +47,8 @@ from harness.server import ServerError
 CLIENTS = 6
 # Every so many answers are compared with the oracle.
 CHECKED = 10
+# So many requests of a client, one after the other, are of every kind.
+KINDS = 12
 
 
 class Load:
@@ -64,7 +66,7 @@ class Load:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Ask until the time is over."""
+        """Ask until the time is over and each client has sent every kind of request."""
         with ThreadPoolExecutor(CLIENTS) as pool:
             for client in [pool.submit(self._client, number) for number in range(CLIENTS)]:
                 client.result()
@@ -72,10 +74,11 @@ class Load:
     def _client(self, number: int) -> None:
         rng = np.random.default_rng([1, number])
         for request in itertools.count(number):
-            if time.monotonic() > self.end or len(self.faults) > 20:
+            is_over = time.monotonic() > self.end and request >= number + KINDS
+            if is_over or len(self.faults) > 20:
                 return
             try:
-                if request % 12 == 6:
+                if request % KINDS == 6:
                     self._bring_wrong_rows(rng)
                 else:
                     self._ask(rng, leaves=request % 4 == 0)
