@@ -34,8 +34,7 @@ class Family:
     """What differs between model families.
 
     Attributes:
-        config: configuration class in `transformers`.
-        model: causal-LM class in `transformers`.
+        name: with which the names of its classes in `transformers` begin.
         router: a router's name inside its decoder layer. Releases of `transformers` differ: the
             first name that is there.
         experts: configuration field that counts the routed experts.
@@ -44,25 +43,40 @@ class Family:
         scores: what the router chooses its top-k by, plus a correction bias if it has one:
             "logits" (softmax does not change their order), "softmax" or "sigmoid" of the logits.
         bias: the bias' name inside its decoder layer, the first name that is there.
-        router_std: standard deviation of the routers' weights; 0.5 spreads logits to +-4.
         dtype: dtype of the saved weights.
         layers: name of the list of decoder layers.
+        text: whether it is the text model of a family, without the vision tower.
         vision: configuration fields of the vision tower, if the model has one. The other settings
             then belong to its text model.
     """
 
-    config: str
-    model: str
-    router: tuple[str, ...]
-    experts: str
+    name: str
+    router: tuple[str, ...] = ("mlp.gate",)
+    experts: str = "num_experts"
     settings: Mapping[str, Any] = field(default_factory=dict)
     top_k: str = "num_experts_per_tok"
     scores: str = "logits"
     bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
-    router_std: float = 0.5
     dtype: str = "float32"
     layers: str = "model.layers"
+    text: bool = False
     vision: Mapping[str, Any] | None = None
+
+    @property
+    def config(self) -> str:
+        """The configuration class."""
+        return self.name + ("TextConfig" if self.text else "Config")
+
+    @property
+    def model(self) -> str:
+        """The class of the model."""
+        return self.name + ("ForCausalLM" if self.vision is None else "ForConditionalGeneration")
+
+    @property
+    def router_std(self) -> float:
+        """Standard deviation of the routers' weights; 0.5 spreads logits to +-4. Float32 sigmoids
+        of large logits round to ties."""
+        return 0.5 if self.scores == "logits" else 0.125
 
 
 # On a CPU vLLM needs VLLM_MLA_DISABLE=1 for these. Its attention then differs from
@@ -86,40 +100,36 @@ _SHARED = {
     "norm_topk_prob": True,
 }
 
+# Families whose heads have no size of their own: 64 / 2 heads gives the 32 that the CPU takes.
+_TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+_EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64, "intermediate_size": 128}
+_LOCAL = {"num_local_experts": 16, "intermediate_size": 64}
+_TWO_OF_EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
+_GRANITE = {**_TWO_HEADS, **_LOCAL}
+_GRANITE_ROUTER = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 512}
+_VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+_VISION |= {"out_hidden_size": 64}
+
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
-        config="Qwen3MoeConfig",
-        model="Qwen3MoeForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "Qwen3Moe",
         settings={
             "head_dim": 32,
-            "num_experts": 16,
-            "moe_intermediate_size": 64,
-            "intermediate_size": 128,
+            **_EXPERTS,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "norm_topk_prob": True,
         },
     ),
     "mixtral": Family(
-        config="MixtralConfig",
-        model="MixtralForCausalLM",
+        "Mixtral",
         router=("block_sparse_moe.gate", "mlp.gate"),
         experts="num_local_experts",
-        settings={
-            "head_dim": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 64,
-            "sliding_window": None,
-        },
+        settings={"head_dim": 32, **_TWO_OF_EIGHT, "sliding_window": None},
     ),
     "olmoe": Family(
-        config="OlmoeConfig",
-        model="OlmoeForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "Olmoe",
         # OLMoE has no head_dim of its own: 64 / 2 heads gives the 32 that the CPU takes.
         settings={
             "num_attention_heads": 2,
@@ -130,51 +140,38 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "glm4_moe": Family(
-        config="Glm4MoeConfig",
-        model="Glm4MoeForCausalLM",
-        router=("mlp.gate",),
+        "Glm4Moe",
         experts="n_routed_experts",
         settings={**_SHARED, "head_dim": 32, "use_qk_norm": True},
         scores="sigmoid",
-        # Less spread: float32 sigmoids of large logits round to ties.
-        router_std=0.125,
     ),
     "deepseek_v2": Family(
-        config="DeepseekV2Config",
-        model="DeepseekV2ForCausalLM",
-        router=("mlp.gate",),
+        "DeepseekV2",
         experts="n_routed_experts",
         settings={**_SHARED, **_MLA, "topk_method": "greedy", "norm_topk_prob": False},
     ),
     "deepseek_v3": Family(
-        config="DeepseekV3Config",
-        model="DeepseekV3ForCausalLM",
-        router=("mlp.gate",),
+        "DeepseekV3",
         experts="n_routed_experts",
         # transformers' class has no other method; vLLM reads it from the configuration.
         settings={**_SHARED, **_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         scores="sigmoid",
-        router_std=0.125,
     ),
     "gpt_oss": Family(
-        config="GptOssConfig",
-        model="GptOssForCausalLM",
+        "GptOss",
         router=("mlp.router",),
         experts="num_local_experts",
         settings={
             "head_dim": 32,
-            "num_local_experts": 16,
-            "intermediate_size": 64,
+            **_LOCAL,
             "sliding_window": 128,
             "max_position_embeddings": 131072,  # what its default rope_scaling makes of 4096
         },
         dtype="bfloat16",  # the only one vLLM's CPU kernels take; no float32 oracle fits
     ),
     "hunyuan_v1_moe": Family(
-        config="HunYuanMoEV1Config",
-        model="HunYuanMoEV1ForCausalLM",
+        "HunYuanMoEV1",
         router=("mlp.gate.wg",),
-        experts="num_experts",
         top_k="moe_topk",
         settings={
             "head_dim": 32,
@@ -190,11 +187,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# Families whose heads have no size of their own: 64 / 2 heads gives the 32 that the CPU takes.
-_TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-_EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64, "intermediate_size": 128}
-_GRANITE = {**_TWO_HEADS, "num_local_experts": 16, "intermediate_size": 64}
-_GRANITE_ROUTER = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
 _LINEAR = {
     "shared_expert_intermediate_size": 64,
     "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -211,8 +203,7 @@ _GEMMA4 = {
     **_EXPERTS,
     "enable_moe_block": True,
     "hidden_size_per_layer_input": 0,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 512,
+    **_SLIDING,
     "tie_word_embeddings": True,
 }
 _LLAMA4 = {
@@ -229,10 +220,7 @@ _LLAMA4 = {
 
 FAMILIES |= {
     "qwen2_moe": Family(
-        config="Qwen2MoeConfig",
-        model="Qwen2MoeForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "Qwen2Moe",
         settings={
             **_TWO_HEADS,
             **_EXPERTS,
@@ -241,22 +229,16 @@ FAMILIES |= {
         },
     ),
     "granitemoe": Family(
-        config="GraniteMoeConfig",
-        model="GraniteMoeForCausalLM",
-        router=_GRANITE_ROUTER,
-        experts="num_local_experts",
-        settings=_GRANITE,
+        "GraniteMoe", router=_GRANITE_ROUTER, experts="num_local_experts", settings=_GRANITE
     ),
     "granitemoeshared": Family(
-        config="GraniteMoeSharedConfig",
-        model="GraniteMoeSharedForCausalLM",
+        "GraniteMoeShared",
         router=_GRANITE_ROUTER,
         experts="num_local_experts",
         settings={**_GRANITE, "shared_intermediate_size": 64},
     ),
     "granitemoehybrid": Family(
-        config="GraniteMoeHybridConfig",
-        model="GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybrid",
         router=_GRANITE_ROUTER,
         experts="num_local_experts",
         settings={
@@ -273,24 +255,19 @@ FAMILIES |= {
         },
     ),
     "phimoe": Family(
-        config="PhimoeConfig",
-        model="PhimoeForCausalLM",
+        "Phimoe",
         router=("block_sparse_moe.gate", "mlp.router"),
         experts="num_local_experts",
         settings={
             **_TWO_HEADS,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 64,
+            **_TWO_OF_EIGHT,
             "sliding_window": None,
             "attention_bias": True,
             "lm_head_bias": True,
         },
     ),
     "dots1": Family(
-        config="Dots1Config",
-        model="Dots1ForCausalLM",
-        router=("mlp.gate",),
+        "Dots1",
         experts="n_routed_experts",
         settings={
             **_SHARED,
@@ -303,12 +280,9 @@ FAMILIES |= {
             "topk_method": "noaux_tc",
         },
         scores="sigmoid",
-        router_std=0.125,
     ),
     "ernie4_5_moe": Family(
-        config="Ernie4_5_MoeConfig",
-        model="Ernie4_5_MoeForCausalLM",
-        router=("mlp.gate",),
+        "Ernie4_5_Moe",
         experts="moe_num_experts",
         top_k="moe_k",
         settings={
@@ -327,13 +301,9 @@ FAMILIES |= {
             "mlp.moe_statics.e_score_correction_bias",
             "mlp.gate.moe_statics.e_score_correction_bias",
         ),
-        router_std=0.125,
     ),
     "flex_olmo": Family(
-        config="FlexOlmoConfig",
-        model="FlexOlmoForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "FlexOlmo",
         settings={
             "num_attention_heads": 2,
             "num_key_value_heads": 2,
@@ -344,32 +314,25 @@ FAMILIES |= {
     ),
     # From here on: not in transformers 4.57, or not on a CPU with v0.20.2.
     "llama4_text": Family(
-        config="Llama4TextConfig",
-        model="Llama4ForCausalLM",
+        "Llama4",
+        text=True,
         router=("feed_forward.router",),
         experts="num_local_experts",
         settings=_LLAMA4,
     ),
     "exaone_moe": Family(
-        config="ExaoneMoeConfig",
-        model="ExaoneMoeForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "ExaoneMoe",
         settings={
             "head_dim": 32,
             **_EXPERTS,
             # Positions are rotated in sliding layers only.
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "sliding_window": 512,
+            **_SLIDING,
         },
         scores="sigmoid",
-        router_std=0.125,
     ),
     "afmoe": Family(
-        config="AfmoeConfig",
-        model="AfmoeForCausalLM",
+        "Afmoe",
         router=("mlp.router.gate",),
-        experts="num_experts",
         settings={
             "head_dim": 32,
             **_EXPERTS,
@@ -384,17 +347,13 @@ FAMILIES |= {
         },
         scores="sigmoid",
         bias=("mlp.expert_bias",),
-        router_std=0.125,
     ),
     "minimax_m2": Family(
-        config="MiniMaxM2Config",
-        model="MiniMaxM2ForCausalLM",
-        router=("mlp.gate",),
+        "MiniMaxM2",
         experts="num_local_experts",
         settings={
             "head_dim": 32,
-            "num_local_experts": 16,
-            "intermediate_size": 64,
+            **_LOCAL,
             # vLLM reads these from the published configurations.
             "rotary_dim": 32,
             "scoring_func": "sigmoid",
@@ -403,13 +362,10 @@ FAMILIES |= {
         },
         scores="sigmoid",
         bias=("mlp.e_score_correction_bias",),
-        router_std=0.125,
     ),
     "lfm2_moe": Family(
-        config="Lfm2MoeConfig",
-        model="Lfm2MoeForCausalLM",
+        "Lfm2Moe",
         router=("feed_forward.gate",),
-        experts="num_experts",
         settings={
             # With more heads, vLLM's rows differ from those of transformers on a CPU.
             "num_attention_heads": 1,
@@ -420,51 +376,23 @@ FAMILIES |= {
         },
         scores="sigmoid",
         bias=("feed_forward.expert_bias",),
-        router_std=0.125,
     ),
-    "qwen3_next": Family(
-        config="Qwen3NextConfig",
-        model="Qwen3NextForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
-        settings={**_EXPERTS, **_LINEAR},
-    ),
-    "qwen3_5_moe_text": Family(
-        config="Qwen3_5MoeTextConfig",
-        model="Qwen3_5MoeForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
-        settings={**_EXPERTS, **_LINEAR},
-    ),
+    "qwen3_next": Family("Qwen3Next", settings={**_EXPERTS, **_LINEAR}),
+    "qwen3_5_moe_text": Family("Qwen3_5Moe", text=True, settings={**_EXPERTS, **_LINEAR}),
     "gemma4_text": Family(
-        config="Gemma4TextConfig",
-        model="Gemma4ForCausalLM",
-        router=("router.proj",),
-        experts="num_experts",
-        top_k="top_k_experts",
-        settings=_GEMMA4,
+        "Gemma4", text=True, router=("router.proj",), top_k="top_k_experts", settings=_GEMMA4
     ),
     "glm4_moe_lite": Family(
-        config="Glm4MoeLiteConfig",
-        model="Glm4MoeLiteForCausalLM",
-        router=("mlp.gate",),
+        "Glm4MoeLite",
         experts="n_routed_experts",
         settings={**_SHARED, **_MLA, "q_lora_rank": 32},
         scores="sigmoid",
-        router_std=0.125,
     ),
     "granitemoe_swa": Family(
-        config="GraniteMoeSWAConfig",
-        model="GraniteMoeSWAForCausalLM",
-        router=_GRANITE_ROUTER,
-        experts="num_local_experts",
-        settings=_GRANITE,
+        "GraniteMoeSWA", router=_GRANITE_ROUTER, experts="num_local_experts", settings=_GRANITE
     ),
     "hy_v3": Family(
-        config="HYV3Config",
-        model="HYV3ForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "HYV3",
         settings={
             "head_dim": 32,
             **_EXPERTS,
@@ -476,11 +404,9 @@ FAMILIES |= {
         },
         scores="sigmoid",
         bias=("mlp.e_score_correction_bias",),
-        router_std=0.125,
     ),
     "llama4": Family(
-        config="Llama4Config",
-        model="Llama4ForConditionalGeneration",
+        "Llama4",
         router=("feed_forward.router",),
         experts="num_local_experts",
         settings=_LLAMA4,
@@ -497,10 +423,8 @@ FAMILIES |= {
         },
     ),
     "gemma4": Family(
-        config="Gemma4Config",
-        model="Gemma4ForConditionalGeneration",
+        "Gemma4",
         router=("router.proj",),
-        experts="num_experts",
         top_k="top_k_experts",
         settings=_GEMMA4,
         layers="model.language_model.layers",
@@ -514,9 +438,7 @@ FAMILIES |= {
         },
     ),
     "glm4v_moe": Family(
-        config="Glm4vMoeConfig",
-        model="Glm4vMoeForConditionalGeneration",
-        router=("mlp.gate",),
+        "Glm4vMoe",
         experts="n_routed_experts",
         settings={
             **_SHARED,
@@ -530,44 +452,23 @@ FAMILIES |= {
             "use_qk_norm": False,  # vLLM reads it from the published configurations
         },
         scores="sigmoid",
-        router_std=0.125,
         layers="model.language_model.layers",
-        vision={
-            "depth": 1,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-        },
+        vision={**_VISION},
     ),
     "laguna": Family(
-        config="LagunaConfig",
-        model="LagunaForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "Laguna",
         settings={"head_dim": 32, **_EXPERTS},
         scores="sigmoid",
         # vLLM does not read the bias by the name that transformers gives it. It stays zero.
         bias=(),
-        router_std=0.125,
     ),
     "minimax": Family(
-        config="MiniMaxConfig",
-        model="MiniMaxForCausalLM",
-        router=("mlp.gate",),
+        "MiniMax",
         experts="num_local_experts",
-        settings={
-            "head_dim": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 64,
-            "layer_types": ["full_attention"] * 4,
-        },
+        settings={"head_dim": 32, **_TWO_OF_EIGHT, "layer_types": ["full_attention"] * 4},
     ),
     "solar_open": Family(
-        config="SolarOpenConfig",
-        model="SolarOpenForCausalLM",
-        router=("mlp.gate",),
+        "SolarOpen",
         experts="n_routed_experts",
         settings={
             "head_dim": 32,
@@ -579,11 +480,9 @@ FAMILIES |= {
             "norm_topk_prob": True,
         },
         scores="sigmoid",
-        router_std=0.125,
     ),
     "dbrx": Family(
-        config="DbrxConfig",
-        model="DbrxForCausalLM",
+        "Dbrx",
         router=("ffn.router.layer",),
         experts="ffn_config.moe_num_experts",
         top_k="ffn_config.moe_top_k",
@@ -603,9 +502,7 @@ FAMILIES |= {
         layers="transformer.blocks",
     ),
     "mimo_v2_flash": Family(
-        config="MiMoV2FlashConfig",
-        model="MiMoV2FlashForCausalLM",
-        router=("mlp.gate",),
+        "MiMoV2Flash",
         experts="n_routed_experts",
         settings={
             "head_dim": 32,
@@ -630,13 +527,9 @@ FAMILIES |= {
             "add_swa_attention_sink_bias": False,
         },
         scores="sigmoid",
-        router_std=0.125,
     ),
     "qwen3_vl_moe": Family(
-        config="Qwen3VLMoeConfig",
-        model="Qwen3VLMoeForConditionalGeneration",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "Qwen3VLMoe",
         settings={
             "head_dim": 32,
             **_EXPERTS,
@@ -644,20 +537,10 @@ FAMILIES |= {
             "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]},
         },
         layers="model.language_model.layers",
-        vision={
-            "depth": 1,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 64,
-        },
+        vision={**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
     ),
     "mellum": Family(
-        config="MellumConfig",
-        model="MellumForCausalLM",
-        router=("mlp.gate",),
+        "Mellum",
         experts="num_local_experts",
         settings={
             "head_dim": 32,
@@ -670,10 +553,7 @@ FAMILIES |= {
         },
     ),
     "cohere2_moe": Family(
-        config="Cohere2MoeConfig",
-        model="Cohere2MoeForCausalLM",
-        router=("mlp.gate",),
-        experts="num_experts",
+        "Cohere2Moe",
         settings={
             "head_dim": 32,
             "num_experts": 16,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of published models, as `config.json`: with dummy weights a folder with one is enough."""
+"""Shapes of published models, as `config.json`: with dummy weights a folder with one is enough.
+Fields that have the default of `transformers` are left out."""
 
 from __future__ import annotations
 
@@ -10,10 +11,8 @@ from typing import Any
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
-    "attention_bias": True,
     "eos_token_id": 200002,
     "head_dim": 64,
-    "hidden_act": "silu",
     "hidden_size": 2880,
     "initial_context_length": 4096,
     "intermediate_size": 2880,
@@ -34,19 +33,8 @@ GPT_OSS_20B: dict[str, Any] = {
         ],
         "quant_method": "mxfp4",
     },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
     "sliding_window": 128,
     "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 201088,
 }
@@ -65,16 +53,12 @@ GPT_OSS: dict[str, Any] = {
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "attention_bias": False,
     "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
     "eos_token_id": 151645,
     "head_dim": 128,
-    "hidden_act": "silu",
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
     "num_attention_heads": 32,
@@ -82,9 +66,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "num_hidden_layers": 48,
     "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 151936,
 }
@@ -92,11 +74,9 @@ QWEN3_30B_A3B: dict[str, Any] = {
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
-    "attention_bias": False,
     "bos_token_id": 100000,
     "eos_token_id": 100001,
     "first_k_dense_replace": 1,
-    "hidden_act": "silu",
     "hidden_size": 2048,
     "intermediate_size": 10944,
     "kv_lora_rank": 512,
@@ -106,7 +86,6 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "n_group": 1,
     "n_routed_experts": 64,
     "n_shared_experts": 2,
-    "norm_topk_prob": False,
     "num_attention_heads": 16,
     "num_experts_per_tok": 6,
     "num_hidden_layers": 27,
@@ -114,7 +93,6 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "q_lora_rank": None,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
     "rope_scaling": {
         "beta_fast": 32,
         "beta_slow": 1,
@@ -124,12 +102,8 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
         "original_max_position_embeddings": 4096,
         "type": "yarn",
     },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 1.0,
     "scoring_func": "softmax",
-    "tie_word_embeddings": False,
     "topk_group": 1,
-    "topk_method": "greedy",
     "torch_dtype": "bfloat16",
     "v_head_dim": 128,
     "vocab_size": 102400,
