@@ -6,17 +6,12 @@ With stand-ins for the engines. With engines: test_disaggregated_engines.py.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +22,9 @@ import pytest
 from examples import proxy
 from examples.client import generate
 from harness.process import Kept, free_port
+from tests.clients.driving import encode
 from tests.real import PROJECT
+from tests.stub import Stub
 
 GENERATE = "/inference/v1/generate"
 PROMPT, SAMPLED = [5, 6, 7, 8, 9], [10, 11, 12]
@@ -42,12 +39,6 @@ def true_rows(start: int, stop: int, dtype: type = np.uint8) -> np.ndarray:
     rows = np.zeros((stop - start, LAYERS, TOP_K), dtype)
     rows += np.arange(start, stop, dtype=dtype)[:, None, None]
     return rows
-
-
-def encode(rows: np.ndarray) -> str:
-    file = io.BytesIO()
-    np.save(file, rows)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def choice(index: int, start: int, stop: int, **changes: Any) -> dict[str, Any]:
@@ -67,74 +58,15 @@ def silent(index: int = 0) -> dict[str, Any]:
     return {"index": index, "token_ids": SAMPLED, "finish_reason": "length"}
 
 
-@dataclass
-class Engine:
-    """Gives the same answer to every request; a list is a stream of chunks. It closes connections
-    without notice, as vLLM does after a refusal."""
-
-    answer: Any
-    status: int = 200
-    # Answers when so many requests wait.
-    together: int = 1
-    url: str = ""
-    sent: list[dict[str, Any]] = field(default_factory=list)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        barrier = threading.Barrier(self.together)
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            answered = False
-
-            def do_POST(handler) -> None:
-                if handler.answered:
-                    handler.close_connection = True
-                    return
-                handler.answered = True
-                body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-                self.sent.append({"path": handler.path, **body})
-                barrier.wait(60)
-                handler.send_response(self.status)
-                chunks = self.answer if isinstance(self.answer, list) else [self.answer]
-                texts = [c if isinstance(c, str) else json.dumps(c) for c in chunks]
-                if chunks is self.answer:
-                    texts = [f"data: {text}\n\n" for text in texts]
-                content = "".join(texts).encode()
-                handler.send_header("Content-Length", str(len(content)))
-                handler.end_headers()
-                handler.wfile.write(content)
-
-            def do_GET(handler) -> None:
-                """It is healthy."""
-                handler.send_response(200)
-                handler.send_header("Content-Length", "0")
-                handler.end_headers()
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        class Listener(ThreadingHTTPServer):
-            request_queue_size = 256
-
-        with Listener(("127.0.0.1", 0), Handler) as server:
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            self.url = f"http://127.0.0.1:{server.server_port}"
-            try:
-                yield
-            finally:
-                server.shutdown()
-
-
 @contextmanager
-def standing(prefill: Engine, decode: Engine) -> Iterator[str]:
+def standing(prefill: Stub, decode: Stub) -> Iterator[str]:
     with prefill.running(), decode.running(), proxy.running(prefill.url, decode.url) as url:
         yield url
 
 
-def prefilled(*choices: dict[str, Any], **fields: Any) -> Engine:
+def prefilled(*choices: dict[str, Any], **fields: Any) -> Stub:
     made = choices or (choice(0, 0, 5, token_ids=SAMPLED[:1]),)
-    return Engine({"choices": [*made], **fields})
+    return Stub({"choices": [*made], **fields})
 
 
 def ask(url: str, **body: Any) -> httpx.Response:
@@ -147,7 +79,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def test_answer_of_the_decode_engine_passes() -> None:
-    decode = Engine({"id": "x", "choices": [choice(0, 0, 7)]})
+    decode = Stub({"id": "x", "choices": [choice(0, 0, 7)]})
     with standing(prefilled(), decode) as url:
         (completion,) = generate(url, PROMPT, {"max_tokens": 3})
     np.testing.assert_array_equal(completion.rows, true_rows(0, 7))
@@ -159,7 +91,7 @@ def test_stream_of_the_decode_engine_passes() -> None:
         for first, stop, tokens in ((0, 5, SAMPLED[:1]), (5, 7, SAMPLED[1:]))
         for i in (1, 0)
     ]
-    decode = Engine([*chunks, {"choices": []}, "[DONE]"])
+    decode = Stub([*chunks, {"choices": []}, "[DONE]"])
     with standing(prefilled(), decode) as url:
         completions = generate(url, PROMPT, {"max_tokens": 3, "n": 2}, stream=True)
     assert [c.token_ids for c in completions] == [tuple(SAMPLED)] * 2
@@ -168,7 +100,7 @@ def test_stream_of_the_decode_engine_passes() -> None:
 
 
 def test_request_without_rows_passes() -> None:
-    decode = Engine({"choices": [silent()]})
+    decode = Stub({"choices": [silent()]})
     with standing(prefilled(silent()), decode) as url:
         reply = ask(url)
     assert reply.status_code == 200
@@ -199,7 +131,7 @@ def test_request_without_rows_passes() -> None:
 def test_prefill_engine_is_asked_for_one_token(
     path: str, body: dict[str, Any], short: dict[str, Any]
 ) -> None:
-    prefill, decode = prefilled(silent()), Engine({"choices": []})
+    prefill, decode = prefilled(silent()), Stub({"choices": []})
     with standing(prefill, decode) as url:
         post(url, path, body)
     remote = {"do_remote_decode": True, "prompt_routed_experts": True}
@@ -210,7 +142,7 @@ def test_prefill_engine_is_asked_for_one_token(
 
 def test_decode_engine_gets_what_the_connector_answered() -> None:
     params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "x"}
-    decode = Engine({"choices": [choice(0, 5, 7)]})
+    decode = Stub({"choices": [choice(0, 5, 7)]})
     with standing(prefilled(kv_transfer_params=params), decode) as url:
         ask(url)
     assert decode.sent[0]["kv_transfer_params"] == params
@@ -218,7 +150,7 @@ def test_decode_engine_gets_what_the_connector_answered() -> None:
 
 def test_rows_pass_where_the_connector_returns_nothing() -> None:
     params = {"prompt_routed_experts": {"routed_experts": "abc"}}
-    decode = Engine({"choices": [choice(0, 0, 7), choice(1, 0, 7)]})
+    decode = Stub({"choices": [choice(0, 0, 7), choice(1, 0, 7)]})
     with standing(prefilled(kv_transfer_params=params), decode) as url:
         assert ask(url, sampling_params={"max_tokens": 3, "n": 2}).status_code == 200
     assert decode.sent[0]["kv_transfer_params"] == {"do_remote_prefill": True, **params}
@@ -243,7 +175,7 @@ def bootstrap(*engine_ids: str) -> Iterator[int]:
 
 
 def test_mooncake_gets_the_parameters_of_vllms_own_proxy(tmp_path: Path) -> None:
-    prefill, decode = prefilled(silent()), Engine({"choices": [silent()]})
+    prefill, decode = prefilled(silent()), Stub({"choices": [silent()]})
     body = {"prompt": PROMPT, "max_tokens": 3}
     with prefill.running(), decode.running(), bootstrap("engine") as port:
         with proxy.running(prefill.url, decode.url, f"http://127.0.0.1:{port}") as url:
@@ -281,8 +213,8 @@ def test_mooncake_without_one_engine_is_refused(engine_ids: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("answer", [[], {}, {"choices": 5}], ids=str)
 def test_prefill_answer_that_cannot_be_read_is_an_error(answer: Any) -> None:
-    prefill = Engine(json.dumps(answer))
-    with standing(prefill, Engine({"choices": []})) as url:
+    prefill = Stub(json.dumps(answer))
+    with standing(prefill, Stub({"choices": []})) as url:
         reply = ask(url)
     assert reply.status_code == 502
     assert "prefill engine's answer cannot be read" in reply.json()["error"]["message"]
@@ -292,7 +224,7 @@ def test_prefill_answer_that_cannot_be_read_is_an_error(answer: Any) -> None:
 def test_kv_of_one_prompt_is_not_given_to_several_choices(count: dict[str, Any]) -> None:
     choices = [choice(i, 0, 5, token_ids=SAMPLED[:1]) for i in range(len(count.get("prompt", [1])))]
     prefill = prefilled(*choices, kv_transfer_params={"remote_block_ids": [1]})
-    decode = Engine({"choices": []})
+    decode = Stub({"choices": []})
     with standing(prefill, decode) as url:
         reply = post(url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 3, **count})
     assert reply.status_code == 400
@@ -303,8 +235,8 @@ def test_kv_of_one_prompt_is_not_given_to_several_choices(count: dict[str, Any])
 def test_refusal_of_an_engine_is_passed_on() -> None:
     refusal = {"error": {"message": "max_tokens is -1", "code": 400}}
     for pair in (
-        (Engine(refusal, status=400), Engine({})),
-        (prefilled(), Engine(refusal, status=400)),
+        (Stub(refusal, status=400), Stub({})),
+        (prefilled(), Stub(refusal, status=400)),
     ):
         with standing(*pair) as url:
             reply = ask(url)
@@ -312,14 +244,14 @@ def test_refusal_of_an_engine_is_passed_on() -> None:
 
 
 def test_engine_may_end_connections_without_a_word() -> None:
-    decode = Engine({"choices": [choice(0, 5, 7)]})
+    decode = Stub({"choices": [choice(0, 5, 7)]})
     with standing(prefilled(), decode) as url:
         assert [ask(url).status_code for _ in range(3)] == [200] * 3
 
 
 def test_many_requests_are_answered_at_once() -> None:
     count = 120
-    prefill, decode = prefilled(), Engine({"choices": [choice(0, 5, 7)]})
+    prefill, decode = prefilled(), Stub({"choices": [choice(0, 5, 7)]})
     prefill.together = count
     with standing(prefill, decode) as url, ThreadPoolExecutor(count) as pool:
         replies = list(pool.map(ask, [url] * count))

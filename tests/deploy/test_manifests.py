@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and commands for Docker, Ray and Kubernetes: digests, probes, memory, existing flags."""
+"""Files and commands for Docker, Ray and Kubernetes: refusals, schemas, and whether what one part
+names is in another."""
 
 from __future__ import annotations
 
@@ -13,90 +14,31 @@ import yaml
 
 from tests.deploy.conftest import DEPLOY, IMAGE, Stage
 
-COMPOSE = (DEPLOY / "compose.yaml").read_text()
 
-
-def substitute(text: str, **values: str) -> str:
-    """Put values in the place of ${NAME}, ${NAME:-default}, ${NAME:?message}, as Compose does."""
-
-    def value(match: re.Match[str]) -> str:
-        name, kind, rest = match[1], match[2], match[3]
-        if values.get(name):
-            return values[name]
-        if kind == ":?":
-            raise ValueError(f"{name}: {rest}")
-        return rest or ""
-
-    return re.sub(r"\$\{(\w+)(?:(:[?-])([^}]*))?\}", value, text)
-
-
-SETTINGS = {
-    "IMAGE_NAME": IMAGE.split("@")[0],
-    "IMAGE_SHA256": IMAGE.split(":")[-1],
-    "MODEL": "some/model",
-    "VLLM_API_KEY": "a key",
-}
-
-
-def service() -> dict:
-    return yaml.safe_load(substitute(COMPOSE, **SETTINGS))["services"]["vllm"]
-
-
-def documents(stage: Stage, *more: str) -> list[dict]:
+def documents(stage: Stage, *more: str) -> list[dict[str, Any]]:
     done = stage.run("kubernetes.sh", IMAGE, "some/model", *more)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
-def manifest(stage: Stage) -> dict[str, dict]:
-    return {document["kind"]: document for document in documents(stage)}
+def pods(stage: Stage) -> list[dict[str, Any]]:
+    """Those of the server on one node, and of the server over several nodes."""
+    made = [*documents(stage), *documents(stage, "nodes")]
+    kinds = ("Deployment", "StatefulSet")
+    return [d["spec"]["template"] for d in made if d["kind"] in kinds]
 
 
-def container(stage: Stage) -> dict:
-    (only,) = manifest(stage)["Deployment"]["spec"]["template"]["spec"]["containers"]
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    (only,) = pod["spec"]["containers"]
     return only
 
 
-def nodes(stage: Stage) -> dict:
-    """The pods of the server over several nodes."""
-    (only,) = [d for d in documents(stage, "nodes") if d["kind"] == "StatefulSet"]
-    return only["spec"]
-
-
-def node(stage: Stage) -> dict:
-    (only,) = nodes(stage)["template"]["spec"]["containers"]
-    return only
-
-
-def settings(of: dict) -> dict[str, Any]:
-    """Variables of a container, with their values or where these come from."""
-    return {v["name"]: v.get("value", v.get("valueFrom")) for v in of["env"]}
-
-
-# --- compose --------------------------------------------------------------------------------------
-
-
-def test_compose_puts_the_image_together_with_its_digest() -> None:
-    assert service()["image"] == IMAGE
-
-
-@pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_compose_wants_every_setting(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        substitute(COMPOSE, **{k: v for k, v in SETTINGS.items() if k != name})
-
-
-def test_compose_opens_its_port_to_the_machine_alone() -> None:
-    assert all(port.startswith("127.0.0.1:") for port in service()["ports"])
+def argument(found: dict[str, Any], name: str) -> str:
+    (value,) = (a.split("=")[1] for a in found["args"] if a.startswith(f"--{name}="))
+    return value
 
 
 # --- Kubernetes -----------------------------------------------------------------------------------
-
-
-def test_the_manifest_names_image_and_model(stage: Stage) -> None:
-    found = container(stage)
-    assert found["image"] == IMAGE
-    assert found["args"][0] == "some/model"
 
 
 @pytest.mark.parametrize(
@@ -124,83 +66,53 @@ def test_manifests_meet_the_schemas_of_kubernetes(
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_pod_gets_traffic_only_when_it_answers(stage: Stage) -> None:
-    found = container(stage)
-    (port,) = found["ports"]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert found[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
-    startup = found["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] == 30 * 60
-    service = manifest(stage)["Service"]["spec"]
-    labels = manifest(stage)["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    assert service["selector"].items() <= labels.items()
-    assert service["ports"][0]["targetPort"] == port["name"]
-
-
-def test_the_pod_has_a_gpu_for_each_worker_and_shared_memory(stage: Stage) -> None:
-    found = container(stage)
-    size = next(a for a in found["args"] if a.startswith("--tensor-parallel-size="))
-    assert found["resources"]["limits"]["nvidia.com/gpu"] == size.split("=")[1]
-    volumes = manifest(stage)["Deployment"]["spec"]["template"]["spec"]["volumes"]
-    mounts = {mount["mountPath"]: mount["name"] for mount in found["volumeMounts"]}
-    (memory,) = [volume for volume in volumes if volume["name"] == mounts["/dev/shm"]]
-    assert memory["emptyDir"]["medium"] == "Memory"
-    assert {volume["name"] for volume in volumes} == set(mounts.values())
-
-
-def test_the_pod_runs_as_the_images_user_without_rights(stage: Stage) -> None:
-    pod = manifest(stage)["Deployment"]["spec"]["template"]["spec"]
-    assert pod["securityContext"]["runAsNonRoot"] is True
+def test_each_pod_has_what_its_server_needs(stage: Stage) -> None:
+    """A GPU for each worker, the user and the scripts of the image, and mounted volumes."""
     user = (DEPLOY.parent / "Dockerfile").read_text().split("USER ")[1].split(":")[0]
-    assert pod["securityContext"]["runAsUser"] == int(user)
-    own = container(stage)["securityContext"]
-    assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    for pod in pods(stage):
+        found, spec = container(pod), pod["spec"]
+        assert (found["image"], found["args"][0]) == (IMAGE, "some/model")
+        size = argument(found, "tensor-parallel-size")
+        assert found["resources"]["limits"]["nvidia.com/gpu"] == size
+        assert spec["securityContext"]["runAsUser"] == int(user)
+        mounts = {mount["name"] for mount in found["volumeMounts"]}
+        assert {volume["name"] for volume in spec["volumes"]} <= mounts
+        probes = [found[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+        programs = [p for probe in probes for p in probe.get("exec", {}).get("command", ())]
+        for script in [*programs, *found.get("command", ())]:
+            assert (DEPLOY / script.removeprefix("/opt/deploy/")).exists()
+        ports = {port["name"] for port in found["ports"]}
+        assert {p["httpGet"]["port"] for p in probes if "httpGet" in p} <= ports
 
 
 def test_a_pod_ends_after_its_answers(stage: Stage) -> None:
     """Kubernetes waits longer than the pause before SIGTERM and vLLM's own limit together."""
-    for pod in (manifest(stage)["Deployment"]["spec"]["template"], nodes(stage)["template"]):
-        (found,) = pod["spec"]["containers"]
+    for pod in pods(stage):
+        found = container(pod)
         _, pause = found["lifecycle"]["preStop"]["exec"]["command"]
-        (limit,) = (a for a in found["args"] if a.startswith("--shutdown-timeout="))
-        waits = int(pause) + int(limit.split("=")[1])
+        waits = int(pause) + int(argument(found, "shutdown-timeout"))
         assert pod["spec"]["terminationGracePeriodSeconds"] > waits
 
 
-def test_secrets_are_not_in_the_manifests(stage: Stage) -> None:
-    for found in (container(stage), node(stage)):
-        assert settings(found)["VLLM_API_KEY"] == {
-            "secretKeyRef": {"name": "vllm", "key": "api-key"}
-        }
-        token = {"name": "vllm", "key": "hf-token", "optional": True}
-        assert settings(found)["HF_TOKEN"] == {"secretKeyRef": token}
+def test_services_find_their_pods(stage: Stage) -> None:
+    made = {document["kind"]: document for document in documents(stage)}
+    pod = made["Deployment"]["spec"]["template"]
+    service = made["Service"]["spec"]
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    assert service["ports"][0]["targetPort"] in {p["name"] for p in container(pod)["ports"]}
 
 
 def test_nodes_know_each_other(stage: Stage) -> None:
-    found, pods = settings(node(stage)), nodes(stage)
-    assert found["NODES"] == str(pods["replicas"])
-    label = "metadata.labels['apps.kubernetes.io/pod-index']"
-    assert found["RANK"] == {"fieldRef": {"fieldPath": label}}
     made = documents(stage, "nodes")
+    (nodes,) = (d for d in made if d["kind"] == "StatefulSet")
     head, clients = (d for d in made if d["kind"] == "Service")
-    name = next(d["metadata"]["name"] for d in made if d["kind"] == "StatefulSet")
-    assert found["HEAD"] == f"{name}-0.{head['metadata']['name']}"
-    assert head["metadata"]["name"] == pods["serviceName"]
-    assert head["spec"]["publishNotReadyAddresses"] is True
-    assert pods["podManagementPolicy"] == "Parallel"
+    name, service = nodes["metadata"]["name"], head["metadata"]["name"]
+    found = container(nodes["spec"]["template"])["env"]
+    settings = {v["name"]: v.get("value", v.get("valueFrom")) for v in found}
+    assert settings["NODES"] == str(nodes["spec"]["replicas"])
+    assert settings["HEAD"] == f"{name}-0.{service}"
+    assert service == nodes["spec"]["serviceName"]
     assert clients["spec"]["selector"] == {"statefulset.kubernetes.io/pod-name": f"{name}-0"}
-
-
-def test_a_node_runs_the_script_of_the_image_as_its_user(stage: Stage) -> None:
-    found = node(stage)
-    (command,) = found["command"]
-    assert (DEPLOY / command.removeprefix("/opt/deploy/")).exists()
-    assert nodes(stage)["template"]["spec"]["securityContext"]["runAsUser"] == 10001
-    size = next(a for a in found["args"] if a.startswith("--tensor-parallel-size="))
-    assert found["resources"]["limits"]["nvidia.com/gpu"] == size.split("=")[1]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        (script,) = found[probe]["exec"]["command"]
-        assert (DEPLOY / script.removeprefix("/opt/deploy/")).exists()
 
 
 # --- Ray ------------------------------------------------------------------------------------------
@@ -269,12 +181,14 @@ def test_every_flag_is_one_of_the_installed_vllm(stage: Stage) -> None:
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["vllm"]["command"]
+    one, several = (container(pod)["args"] for pod in pods(stage))
     text = (DEPLOY / "README.md").read_text().replace("\\\n", " ")
     ray = next(line for line in text.splitlines() if "ray.sh head" in line)
     lines = {
-        "compose": service()["command"],
-        "kubernetes": container(stage)["args"],
-        "nodes": [*node(stage)["args"], "--headless", "--data-parallel-start-rank=1"],
+        "compose": [re.sub(r"\$\{.*\}", "1", word) for word in compose],
+        "kubernetes": one,
+        "nodes": [*several, "--headless", "--data-parallel-start-rank=1"],
         "ray": ["--distributed-executor-backend", "ray", *shlex.split(ray.split("head", 1)[1])],
     }
     for name, words in lines.items():

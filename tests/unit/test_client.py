@@ -5,13 +5,9 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import pickle
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -19,6 +15,7 @@ import pytest
 
 from examples import client
 from examples.client import Completion, RoutedExpertsError, decode_rows, join
+from tests.stub import Stub
 
 PROMPT, SAMPLED = [5, 6, 7, 8], [9, 10, 11]
 LAYERS, TOP_K = 3, 2
@@ -219,37 +216,13 @@ def test_aborted_answer_may_have_fewer_rows() -> None:
         read({**choice, "routed_experts": encode(make_rows(7))})
 
 
-@contextmanager
-def answering(status: int, body: bytes) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Run a server with one answer for all requests. Yields its URL and what it received."""
-    sent: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            sent.append({"path": self.path, **json.loads(self.rfile.read(length))})
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", sent
-        finally:
-            server.shutdown()
-
-
 def test_request_asks_for_rows_from_a_start() -> None:
     choice = make_choice(make_rows(6)[2:], routed_experts_start=2)
-    with answering(200, json.dumps({"choices": [choice]}).encode()) as (url, sent):
+    with Stub({"choices": [choice]}).running() as server:
         params = {"max_tokens": 3, "extra_args": {"other": 1}}
-        (completion,) = client.generate(url, PROMPT, params, start=2)
+        (completion,) = client.generate(server.url, PROMPT, params, start=2)
     assert completion.start == 2
-    assert sent == [
+    assert server.sent == [
         {
             "path": "/inference/v1/generate",
             "token_ids": PROMPT,
@@ -269,20 +242,23 @@ def test_request_asks_for_rows_from_a_start() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "stream", "told"),
     [
-        (400, b'{"error": "max_tokens is -1"}', False, "answered 400: .*max_tokens is -1"),
-        (200, b"<html>", False, "no answer that can be read"),
-        (200, b'{"choices"', True, "no answer that can be read"),
-        (200, b'data: {"choices": []}\n\n', True, "the stream broke off"),
-        (200, b'data: {"error": {"message": "gone"}}\n\ndata: [DONE]\n\n', True, "gone"),
-        (200, b'{"choices": []}', False, "has 0 choices; wanted 1"),
-        (200, b"[]", False, "cannot be read"),
+        (400, '{"error": "max_tokens is -1"}', False, "answered 400: .*max_tokens is -1"),
+        (200, "<html>", False, "no answer that can be read"),
+        (200, '{"choices"', True, "no answer that can be read"),
+        (200, 'data: {"choices": []}\n\n', True, "the stream broke off"),
+        (200, 'data: {"error": {"message": "gone"}}\n\ndata: [DONE]\n\n', True, "gone"),
+        (200, '{"choices": []}', False, "has 0 choices; wanted 1"),
+        (200, "[]", False, "cannot be read"),
     ],
 )
 def test_every_bad_answer_is_told_in_one_sentence(
-    status: int, body: bytes, stream: bool, told: str
+    status: int, body: str, stream: bool, told: str
 ) -> None:
-    with answering(status, body) as (url, _), pytest.raises(RoutedExpertsError, match=told):
-        client.generate(url, PROMPT, {}, stream=stream)
+    with (
+        Stub(body, status).running() as server,
+        pytest.raises(RoutedExpertsError, match=told),
+    ):
+        client.generate(server.url, PROMPT, {}, stream=stream)
 
 
 @pytest.mark.parametrize(
@@ -291,10 +267,10 @@ def test_every_bad_answer_is_told_in_one_sentence(
 def test_answer_to_another_question_is_an_error(n: int, start: int, told: str) -> None:
     choice = make_choice(make_rows(6)[2:], routed_experts_start=2)
     with (
-        answering(200, json.dumps({"choices": [choice]}).encode()) as (url, _),
+        Stub({"choices": [choice]}).running() as server,
         pytest.raises(RoutedExpertsError, match=told),
     ):
-        client.generate(url, PROMPT, {"n": n}, start=start)
+        client.generate(server.url, PROMPT, {"n": n}, start=start)
 
 
 def test_server_that_is_not_there_is_told() -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 
 from harness.lines import FIRST, LINES
 from harness.server import Server, ServerError, read_answer
+from tests.clients.driving import encode
 from tests.real import PROJECT, PROJECTS
 
 SECOND = "v0.33.0"
@@ -21,9 +20,7 @@ SECOND = "v0.33.0"
 
 def reply(**fields: Any) -> dict[str, Any]:
     """Three rows of two layers x two ids, of two prompt tokens and two returned ones."""
-    buffer = io.BytesIO()
-    np.save(buffer, np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
-    rows = base64.b64encode(buffer.getvalue()).decode()
+    rows = encode(np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
     return {"choices": [{"index": 0, "token_ids": [7, 8], "routed_experts": rows, **fields}]}
 
 

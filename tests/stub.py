@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server on loopback that gives the same answer to every request, and keeps the requests."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+
+@dataclass
+class Stub:
+    """It closes connections without notice, as vLLM does after a refusal.
+
+    Attributes:
+        answer: to each POST: JSON, a text, or a list of them as the events of a stream.
+        status: of the answer.
+        health: status of `/health`.
+        together: requests that must wait before it answers.
+        url: while it runs.
+        sent: path and fields of each POST.
+    """
+
+    answer: Any = ""
+    status: int = 200
+    health: int = 200
+    together: int = 1
+    url: str = ""
+    sent: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        barrier = threading.Barrier(self.together)
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            answered = False
+
+            def do_POST(handler) -> None:
+                if handler.answered:
+                    handler.close_connection = True
+                    return
+                handler.answered = True
+                body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+                self.sent.append({"path": handler.path, **body})
+                barrier.wait(60)
+                chunks = self.answer if isinstance(self.answer, list) else [self.answer]
+                texts = [c if isinstance(c, str) else json.dumps(c) for c in chunks]
+                if chunks is self.answer:
+                    texts = [f"data: {text}\n\n" for text in texts]
+                handler.reply(self.status, "".join(texts).encode())
+
+            def do_GET(handler) -> None:
+                handler.reply(self.health if handler.path == "/health" else 404, b"")
+
+            def reply(handler, status: int, content: bytes) -> None:
+                handler.send_response(status)
+                handler.send_header("Content-Length", str(len(content)))
+                handler.end_headers()
+                handler.wfile.write(content)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        class Listener(ThreadingHTTPServer):
+            request_queue_size = 256
+
+        with Listener(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            self.url = f"http://127.0.0.1:{server.server_port}"
+            try:
+                yield self
+            finally:
+                server.shutdown()
