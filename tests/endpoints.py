@@ -41,13 +41,12 @@ class Endpoint:
     """What a request that asks gets, whichever way it asks.
 
     Attributes:
-        name: as the documentation has it.
         path: of the server.
         body: a valid request that says nothing of routed experts.
-        ways: objects of the request in which the arguments may stand.
         lines: `ROWS`, `REFUSED` (HTTP 400, by name), `PASSED` (the rendered request asks),
             `SERVED` (it runs no engine, and takes requests of other endpoints) or `ABSENT` of each
             line.
+        ways: objects of the request in which the arguments may stand.
         stream: whether it can stream.
         ends_engine: lines whose engine on a CPU ends at a valid request, in the release too.
         package: Python package without which the server has no such endpoint.
@@ -55,15 +54,20 @@ class Endpoint:
             wants another model.
     """
 
-    name: str
     path: str
     body: dict[str, Any]
-    ways: tuple[tuple[str, ...], ...]
     lines: dict[str, str]
+    ways: tuple[tuple[str, ...], ...] = (FIELD, XARGS)
     stream: bool = False
     ends_engine: tuple[str, ...] = ()
     package: str | None = None
     silent: int = 200
+
+    @property
+    def name(self) -> str:
+        """As the documentation has it."""
+        beams = " with `use_beam_search`" if "use_beam_search" in self.body else ""
+        return f"`{self.path}`{beams}"
 
     def is_served(self, line: str) -> bool:
         """Whether a server of the line has it in this environment."""
@@ -85,187 +89,66 @@ GENERATED = {
     "choices": [{"index": 0, "token_ids": PROMPT, "finish_reason": "length"}],
 }
 
+SHORT_CHAT = {"messages": MESSAGES, "max_tokens": 4}
+INPUT = {"input": "abc", "max_output_tokens": 4}
+SECOND_REFUSES = {FIRST: ABSENT, SECOND: REFUSED}
+
 ENDPOINTS = [
     Endpoint(
-        "`/inference/v1/generate`",
         "/inference/v1/generate",
         {
             "token_ids": PROMPT,
             "sampling_params": {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True},
         },
+        both(ROWS),
         (FIELD, XARGS, PARAMS, EXTRA),
-        both(ROWS),
         stream=True,
     ),
+    Endpoint("/v1/completions", COMPLETION, both(ROWS), stream=True),
+    Endpoint("/v1/chat/completions", CHAT, both(ROWS), stream=True),
+    Endpoint("/v1/completions", {"prompt": PROMPT, **BEAMS}, both(REFUSED)),
+    Endpoint("/v1/chat/completions", {"messages": MESSAGES, **BEAMS}, both(REFUSED)),
     Endpoint(
-        "`/v1/completions`",
-        "/v1/completions",
-        COMPLETION,
-        (FIELD, XARGS),
-        both(ROWS),
-        stream=True,
-    ),
-    Endpoint(
-        "`/v1/chat/completions`",
-        "/v1/chat/completions",
-        CHAT,
-        (FIELD, XARGS),
-        both(ROWS),
-        stream=True,
-    ),
-    Endpoint(
-        "`/v1/completions` with `use_beam_search`",
-        "/v1/completions",
-        {"prompt": PROMPT, **BEAMS},
-        (FIELD, XARGS),
-        both(REFUSED),
-    ),
-    Endpoint(
-        "`/v1/chat/completions` with `use_beam_search`",
-        "/v1/chat/completions",
-        {"messages": MESSAGES, **BEAMS},
-        (FIELD, XARGS),
-        both(REFUSED),
-    ),
-    Endpoint(
-        "`/v1/chat/completions/batch`",
         "/v1/chat/completions/batch",
         {"messages": [MESSAGES, MESSAGES], "max_tokens": 2},
-        (FIELD, XARGS),
         both(REFUSED),
     ),
+    Endpoint("/v1/responses", INPUT, both(REFUSED), stream=True),
+    Endpoint("/v1/messages", SHORT_CHAT, both(REFUSED), stream=True),
     Endpoint(
-        "`/v1/responses`",
-        "/v1/responses",
-        {"input": "abc", "max_output_tokens": 4},
-        (FIELD, XARGS),
-        both(REFUSED),
-        stream=True,
-    ),
-    Endpoint(
-        "`/v1/messages`",
-        "/v1/messages",
-        {"messages": MESSAGES, "max_tokens": 4},
-        (FIELD, XARGS),
-        both(REFUSED),
-        stream=True,
-    ),
-    Endpoint(
-        "`/generative_scoring`",
         "/generative_scoring",
         {"query": "abc", "items": ["a", "b"], "label_token_ids": [5, 6]},
-        (FIELD, XARGS),
         both(REFUSED),
         # It uses logprob_token_ids, which need Triton.
         ends_engine=(FIRST,),
     ),
+    Endpoint("/v1/completions/render", COMPLETION, both(PASSED)),
+    Endpoint("/v1/chat/completions/render", CHAT, both(PASSED)),
+    Endpoint("/invocations", CHAT, both(ROWS), stream=True),
+    Endpoint("/cohere/v2/chat", SHORT_CHAT, SECOND_REFUSES, stream=True, package="cohere"),
+    Endpoint("/cohere/v2/chat/render", SHORT_CHAT, SECOND_REFUSES, package="cohere"),
+    Endpoint("/v1/responses/render", INPUT, SECOND_REFUSES),
+    Endpoint("/v1/messages/render", SHORT_CHAT, SECOND_REFUSES),
+    Endpoint("/v1/completions/derender", {"generate_responses": [GENERATED]}, SECOND_REFUSES),
+    Endpoint("/v1/chat/completions/derender", {"generate_response": GENERATED}, SECOND_REFUSES),
     Endpoint(
-        "`/v1/completions/render`",
-        "/v1/completions/render",
-        COMPLETION,
-        (FIELD, XARGS),
-        both(PASSED),
-    ),
-    Endpoint(
-        "`/v1/chat/completions/render`",
-        "/v1/chat/completions/render",
-        CHAT,
-        (FIELD, XARGS),
-        both(PASSED),
-    ),
-    Endpoint(
-        "`/invocations`",
-        "/invocations",
-        CHAT,
-        (FIELD, XARGS),
-        both(ROWS),
-        stream=True,
-    ),
-    Endpoint(
-        "`/cohere/v2/chat`",
-        "/cohere/v2/chat",
-        {"messages": MESSAGES, "max_tokens": 4},
-        (FIELD, XARGS),
-        {FIRST: ABSENT, SECOND: REFUSED},
-        stream=True,
-        package="cohere",
-    ),
-    Endpoint(
-        "`/cohere/v2/chat/render`",
-        "/cohere/v2/chat/render",
-        {"messages": MESSAGES, "max_tokens": 4},
-        (FIELD, XARGS),
-        {FIRST: ABSENT, SECOND: REFUSED},
-        package="cohere",
-    ),
-    Endpoint(
-        "`/v1/responses/render`",
-        "/v1/responses/render",
-        {"input": "abc", "max_output_tokens": 4},
-        (FIELD, XARGS),
-        {FIRST: ABSENT, SECOND: REFUSED},
-    ),
-    Endpoint(
-        "`/v1/messages/render`",
-        "/v1/messages/render",
-        {"messages": MESSAGES, "max_tokens": 4},
-        (FIELD, XARGS),
-        {FIRST: ABSENT, SECOND: REFUSED},
-    ),
-    Endpoint(
-        "`/v1/completions/derender`",
-        "/v1/completions/derender",
-        {"generate_responses": [GENERATED]},
-        (FIELD, XARGS),
-        {FIRST: ABSENT, SECOND: REFUSED},
-    ),
-    Endpoint(
-        "`/v1/chat/completions/derender`",
-        "/v1/chat/completions/derender",
-        {"generate_response": GENERATED},
-        (FIELD, XARGS),
-        {FIRST: ABSENT, SECOND: REFUSED},
-    ),
-    Endpoint(
-        "`/v1/decisions`",
         "/v1/decisions",
         {"input": "abc", "questions": [{"type": "predicate", "instructions": "a"}]},
-        (FIELD, XARGS),
-        {FIRST: ABSENT, SECOND: REFUSED},
+        SECOND_REFUSES,
         silent=501,
     ),
     Endpoint(
-        "`/v1/systemone`",
         "/v1/systemone",
         {
             "state": "abc",
             "questions": {"a": {"type": "choice", "criteria": {"b": None, "c": None}}},
         },
-        (FIELD, XARGS),
-        {FIRST: ABSENT, SECOND: REFUSED},
+        SECOND_REFUSES,
         silent=501,
     ),
-    Endpoint(
-        "`/v1/messages/count_tokens`",
-        "/v1/messages/count_tokens",
-        {"messages": MESSAGES},
-        (FIELD, XARGS),
-        both(REFUSED),
-    ),
-    Endpoint(
-        "`/detokenize`",
-        "/detokenize",
-        {"tokens": PROMPT},
-        (FIELD, XARGS),
-        both(REFUSED),
-    ),
-    Endpoint(
-        "`/tokenize`",
-        "/tokenize",
-        {"prompt": "abc"},
-        (FIELD, XARGS),
-        both(SERVED),
-    ),
+    Endpoint("/v1/messages/count_tokens", {"messages": MESSAGES}, both(REFUSED)),
+    Endpoint("/detokenize", {"tokens": PROMPT}, both(REFUSED)),
+    Endpoint("/tokenize", {"prompt": "abc"}, both(SERVED)),
 ]
 
 # What no server of these tests has. Programs and unit tests in the patches check it.
