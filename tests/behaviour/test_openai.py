@@ -18,6 +18,7 @@ import pytest
 
 from examples.client import decode_rows
 from harness import oracle
+from harness.lines import FIRST
 from harness.server import Server
 from tests.behaviour.conftest import BLOCK, CHUNK, assert_rows, random_prompt
 
@@ -28,30 +29,20 @@ ASK = {"return_token_ids": True, "vllm_xargs": {"return_routed_experts": True}}
 # The spelling of later releases and of SGLang.
 ASK_ABOVE = {"return_token_ids": True, "return_routed_experts": True}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-# Answers of other endpoints have no place for rows.
-OTHERS = {
-    "/v1/responses": {"input": "abc", "max_output_tokens": 2},
-    "/v1/chat/completions/batch": {
-        "messages": [[{"role": "user", "content": "abc"}]],
-        "max_tokens": 2,
-    },
-    "/v1/completions": {"prompt": "abc", "max_tokens": 2, "use_beam_search": True, "n": 2},
-    "/v1/chat/completions": {
-        "messages": [{"role": "user", "content": "abc"}],
-        "max_tokens": 2,
-        "use_beam_search": True,
-        "n": 2,
-    },
-}
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    arguments = ["--enable-return-routed-experts", "--routed-experts-opt-in"]
+def line() -> str:
+    return FIRST
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, line: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--enable-return-routed-experts", "--routed-experts-opt-in", "--enforce-eager"]
     arguments += [f"--max-num-batched-tokens={CHUNK}", f"--stream-interval={INTERVAL}"]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(model, log=log, args=arguments) as server:
+    with Server(model, log=log, args=arguments, line=line) as server:
         yield server
 
 
@@ -140,8 +131,6 @@ def words(seed: int, count: int) -> str:
 
 
 SAMPLED = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 7}
-
-
 USAGE = {"include_usage": True}
 
 
@@ -159,6 +148,12 @@ def test_every_choice_has_true_rows(
     reply = send(client, server, prompt, **SAMPLED, **options)
     parts = list(reply) if "stream" in options else [reply]
     assert (parts[-1].choices == []) == ("stream_options" in options)
+    # Each chunk has the rows of its tokens.
+    for end in range(1, len(parts)):
+        for choice in collect(*parts[:end]).values():
+            if choice.token_ids:
+                num_tokens = len(choice.prompt) + len(choice.token_ids)
+                assert sum(map(len, choice.rows)) == num_tokens - 1
     choices = collect(*parts)
     assert len(choices) == 2
     for choice in choices.values():
@@ -202,13 +197,14 @@ def test_rows_start_where_asked(
     is_chat: bool,
     is_stream: bool,
 ) -> None:
-    asks: dict[str, Any] = {"return_routed_experts": True, "routed_experts_prompt_start": 7}
-    body = {"return_token_ids": True, **(asks if above else {"vllm_xargs": asks})}
     send: Any = chat if is_chat else complete
-    prompt: Any = words(13, 9) if is_chat else random_prompt(13, 30)
-    reply = send(client, server, prompt, body, max_tokens=5, stream=is_stream)
-    choices = collect(*reply) if is_stream else collect(reply)
-    choices[0].assert_true(model, start=7)
+    prompt: Any = words(13, 9) if is_chat else random_prompt(13, BLOCK + 20)
+    for start in (7,) if is_chat else (7, BLOCK + 1, len(prompt)):
+        asks: Any = {"return_routed_experts": True, "routed_experts_prompt_start": start}
+        body = {"return_token_ids": True, **(asks if above else {"vllm_xargs": asks})}
+        reply = send(client, server, prompt, body, max_tokens=5, stream=is_stream)
+        choices = collect(*reply) if is_stream else collect(reply)
+        choices[0].assert_true(model, start)
 
 
 def test_mixed_requests_get_exactly_what_they_asked_for(
@@ -237,76 +233,44 @@ def test_mixed_requests_get_exactly_what_they_asked_for(
                 assert choices[0].rows == []
 
 
-# A field that /v1/responses does not know is ignored there.
-ASKING = [(path, {"vllm_xargs": ASK["vllm_xargs"]}) for path in OTHERS]
-ASKING += [(path, {"return_routed_experts": True}) for path in OTHERS if "responses" not in path]
-ASKING += [("/v1/responses", {"vllm_xargs": ASK["vllm_xargs"], "stream": True})]
-
-
-@pytest.mark.parametrize(("path", "asks"), ASKING)
-def test_endpoint_without_rows_refuses_those_that_ask(
-    server: Server, path: str, asks: dict[str, Any]
-) -> None:
-    body = {"model": server.checkpoint, **OTHERS[path], **asks}
-    reply = httpx.post(server.url + path, json=body, timeout=60)
-    assert reply.status_code == 400
-    assert "return_routed_experts is not supported by" in reply.text
-
-
 # Many more values: test_fuzz.py.
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("above", [False, True], ids=["vllm_xargs", "top level"])
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"return_routed_experts": ["true"]},
-        {"routed_experts_prompt_start": 21},
-        {"routed_experts_prompt_start": True},
-    ],
+    [{"return_routed_experts": ["true"]}, {"routed_experts_prompt_start": 21}],
     ids=str,
 )
 def test_bad_argument_is_a_400_that_names_it(
-    client: openai.OpenAI,
-    server: Server,
-    model: Path,
-    arguments: dict[str, Any],
-    above: bool,
-    stream: bool,
+    client: openai.OpenAI, server: Server, arguments: dict[str, Any]
 ) -> None:
-    prompt = random_prompt(11, 20)
-    body = arguments if above else {"vllm_xargs": arguments}
-    with pytest.raises(openai.BadRequestError) as error:
-        complete(client, server, prompt, body, max_tokens=2, stream=stream)
-    (name,) = arguments
-    assert error.value.param == name
-    assert name in error.value.message
-    collect(complete(client, server, prompt, max_tokens=2))[0].assert_true(model)
+    for body in (arguments, {"vllm_xargs": arguments}):
+        with pytest.raises(openai.BadRequestError) as error:
+            complete(client, server, random_prompt(11, 20), body, max_tokens=2)
+        (name,) = arguments
+        assert error.value.param == name
+        assert name in error.value.message
 
 
-# Those of the checkpoint.
-LAYERS = TOP_K = 4
 COUNTERS = ("rows", "bytes", "store_hits", "store_misses", "recomputed_tokens", "store_evictions")
-
-
-def read_counters(server: Server) -> dict[str, float]:
-    labels = f'{{engine="0",model_name="{server.checkpoint}"}}'
-    lines = server.get("/metrics").splitlines()
-    samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {c: float(samples[f"vllm:routed_experts_{c}_total{labels}"]) for c in COUNTERS}
 
 
 def test_metrics_count_rows_and_store(client: openai.OpenAI, server: Server) -> None:
     prompt = random_prompt(12, 2 * BLOCK + 6)
 
-    def count(body: dict[str, Any]) -> dict[str, float]:
-        before = read_counters(server)
-        complete(client, server, prompt, body, max_tokens=5)
-        after = read_counters(server)
-        return {name: after[name] - before[name] for name in COUNTERS if after[name] > before[name]}
+    def read() -> dict[str, float]:
+        return {n: server.metric(f"vllm:routed_experts_{n}_total") or 0.0 for n in COUNTERS}
 
-    rows = len(prompt) + 5 - 1
-    returned = {"rows": rows, "bytes": rows * LAYERS * TOP_K}
-    assert count({}) == {}
+    def count(body: dict[str, Any]) -> tuple[dict[str, float], Any]:
+        before = read()
+        answer = complete(client, server, prompt, body, max_tokens=5)
+        after = read()
+        return {n: after[n] - before[n] for n in COUNTERS if after[n] > before[n]}, answer
+
+    counts, _ = count({})
+    assert counts == {}
     # The silent request cached two blocks without rows.
-    assert count(ASK) == {**returned, "store_misses": 2, "recomputed_tokens": 2 * BLOCK}
-    assert count(ASK) == {**returned, "store_hits": 2}
+    counts, answer = count(ASK)
+    (rows,) = collect(answer)[0].rows
+    returned = {"rows": len(prompt) + 5 - 1, "bytes": rows.nbytes}
+    assert counts == {**returned, "store_misses": 2, "recomputed_tokens": 2 * BLOCK}
+    counts, _ = count(ASK)
+    assert counts == {**returned, "store_hits": 2}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +20,6 @@ from examples import client
 from examples.client import Completion, decode_rows
 from harness.server import Server
 from tests.behaviour.conftest import CHUNK, assert_rows, random_prompt
-
-MESSAGES = [{"role": "user", "content": "abc"}]
 
 
 @pytest.fixture(scope="module")
@@ -90,51 +87,6 @@ def test_client_that_goes_away_disturbs_nobody(server: Server, model: Path) -> N
     chunks.close()  # type: ignore[attr-defined]
     # The same prefix: its blocks were filled by the request that went away.
     assert_true_answer(model, server.generate(prompt, max_tokens=5, ignore_eos=True))
-
-
-def count_rows(server: Server) -> float | None:
-    """Rows that the server has returned, when it counts no more: an answer may come first."""
-    before = None
-    while (now := server.metric("vllm:routed_experts_rows_total")) != before:
-        before = now
-        time.sleep(0.2)
-    return now
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "counts"),
-    [
-        ("/v1/completions", {"prompt": "abc"}, True),
-        ("/v1/chat/completions", {"messages": MESSAGES}, True),
-        ("/v1/completions", {"prompt": "abc", "use_beam_search": True}, False),
-        ("/v1/chat/completions/batch", {"messages": [MESSAGES]}, False),
-        ("/v1/messages", {"messages": MESSAGES}, False),
-        ("/v1/responses", {"input": "abc", "max_output_tokens": 3}, False),
-    ],
-)
-def test_silent_request_counts_as_asking_where_the_answer_has_room(
-    server: Server, path: str, body: dict[str, Any], counts: bool
-) -> None:
-    before = count_rows(server)
-    answer = server.post(path, {"model": server.checkpoint, "max_tokens": 3, **body})
-    assert ("routed_experts" in json.dumps(answer)) == counts
-    assert (count_rows(server) != before) == counts
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("place", ["top level", "sampling_params", "extra_args"])
-def test_rows_start_where_asked(server: Server, model: Path, place: str, is_stream: bool) -> None:
-    prompt = random_prompt(12, 50)
-    body = request(server, prompt, max_tokens=4, extra_args={})
-    places = {"top level": body, **body, **body["sampling_params"]}
-    places[place]["routed_experts_prompt_start"] = 33
-    if is_stream:
-        parts = list(stream(server, body))
-    else:
-        parts = server.post("/inference/v1/generate", body)["choices"]
-    assert parts[0]["routed_experts_start"] == 33
-    rows = np.concatenate([decode_rows(part["routed_experts"]) for part in parts])
-    assert_rows(model, [*prompt, *(t for part in parts for t in part["token_ids"])], rows, 33)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
