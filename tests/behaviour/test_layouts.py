@@ -22,6 +22,7 @@ import pytest
 from examples import client
 from examples.client import Completion
 from harness import oracle
+from harness.lines import FIRST
 from harness.process import Kept, free_port
 from harness.server import ARGUMENTS, NO_ROWS, Server
 from tests.behaviour.conftest import (
@@ -73,7 +74,9 @@ def two_workers(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield llm
 
 
-def serving(model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES) -> Server:
+def serving(
+    model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES, line: str = FIRST
+) -> Server:
     return Server(
         model,
         log=log,
@@ -84,6 +87,7 @@ def serving(model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES) ->
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
         },
+        line=line,
     )
 
 

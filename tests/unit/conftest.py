@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Without engines."""
 
-from tests.behaviour.conftest import checkpoint
-
-__all__ = ["checkpoint"]
+from tests.behaviour.conftest import checkpoint  # noqa: F401

@@ -2,7 +2,5 @@
 """The checkpoints, the client and the profiles of the first line's tests."""
 
 import tests.property.conftest  # noqa: F401  (registers hypothesis profiles)
-from tests.behaviour.conftest import checkpoint, model
-from tests.behaviour.test_openai import client
-
-__all__ = ["checkpoint", "client", "model"]
+from tests.behaviour.conftest import checkpoint, model  # noqa: F401
+from tests.behaviour.test_openai import client  # noqa: F401

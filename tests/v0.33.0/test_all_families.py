@@ -12,10 +12,8 @@ import pytest
 
 from harness.engine_v0_33_0 import OPTIONS
 from harness.on_cpu import TESTED
-from tests.behaviour.conftest import environment
+from tests.behaviour.conftest import environment  # noqa: F401
 from tests.behaviour.test_all_families import assert_rows_of_family
-
-__all__ = ["environment"]
 
 pytestmark = pytest.mark.slow
 

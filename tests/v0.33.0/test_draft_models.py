@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness.engine_v0_33_0 import OPTIONS
-from tests.behaviour.conftest import (
+from tests.behaviour.conftest import (  # noqa: F401
     BLOCK,
     CHUNK,
     ask,
@@ -22,8 +22,6 @@ from tests.behaviour.conftest import (
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-__all__ = ["environment"]
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ import pytest
 
 from harness.choice import Choice
 from harness.engine_v0_33_0 import OPTIONS
-from tests.behaviour.conftest import environment
-from tests.behaviour.test_families import (
+from tests.behaviour.conftest import environment  # noqa: F401
+from tests.behaviour.test_families import (  # noqa: F401
     BY_OWN_LOGITS,
     GROUPED,
     Case,
@@ -30,12 +30,6 @@ from tests.behaviour.test_families import (
     test_rows_are_what_the_logits_of_the_same_forward_choose,
     test_rows_of_own_logits_have_the_form_of_the_model,
 )
-
-__all__ = [
-    "environment",
-    "test_rows_are_what_the_logits_of_the_same_forward_choose",
-    "test_rows_of_own_logits_have_the_form_of_the_model",
-]
 
 pytestmark = pytest.mark.slow
 

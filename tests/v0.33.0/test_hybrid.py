@@ -22,7 +22,7 @@ import pytest
 
 from harness import recorder
 from harness.engine_v0_33_0 import OPTIONS
-from tests.behaviour.conftest import (
+from tests.behaviour.conftest import (  # noqa: F401
     BLOCK,
     CHUNK,
     ask,
@@ -37,8 +37,6 @@ from tests.behaviour.test_families import Case, Served, assert_own_rows
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
-
-__all__ = ["environment"]
 
 pytestmark = pytest.mark.slow
 

@@ -12,19 +12,12 @@ from pathlib import Path
 import pytest
 
 from examples.client import Completion
-from harness.server import Server
-from tests.behaviour.conftest import CHUNK, assert_rows
-from tests.behaviour.test_layouts import BOTH_CORES, MAX_TOKENS, PROMPTS, SILENT
+from tests.behaviour.conftest import assert_rows
+from tests.behaviour.test_layouts import MAX_TOKENS, PROMPTS, SILENT, serving
 
 pytestmark = pytest.mark.slow
 
 LINE = Path(__file__).parent.name
-# Addresses of one machine, else processes would use that of a network card.
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": BOTH_CORES,
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 
 
 @pytest.mark.parametrize(
@@ -35,11 +28,9 @@ ENVIRONMENT = {
 def test_rows_of_two_workers_are_true(
     model: Path, tmp_path: Path, layout: str, caching: bool
 ) -> None:
-    arguments = ["--enable-return-routed-experts", "--enforce-eager"]
-    arguments += [f"--max-num-batched-tokens={CHUNK}", f"--{layout}-parallel-size=2"]
+    arguments = ["--enforce-eager", f"--{layout}-parallel-size=2"]
     arguments += [] if caching else ["--no-enable-prefix-caching"]
-    log = tmp_path / "server.log"
-    with Server(model, log=log, args=arguments, env=ENVIRONMENT, line=LINE) as server:
+    with serving(model, tmp_path / "server.log", *arguments, line=LINE) as server:
 
         def complete(index: int) -> Completion:
             return server.generate(
