@@ -18,7 +18,6 @@ from examples.clients import turns
 from examples.clients.megatron_replay import router_targets
 from examples.clients.prime_rl_answers import reencode
 from examples.clients.turns import join_turns
-from harness.lines import FIRST
 from tests.clients.conftest import RECIPES, ROOT, commands
 from tests.clients.driving import encode, indented_block
 
@@ -78,21 +77,6 @@ def test_page_for_trainer_teams_asks_for_the_rows_behind_those_of_the_turn_befor
     names: dict[str, Any] = {"generate": fake_generate, "url": "", "said": [0, 1, 2], "new": [3]}
     exec(code, names)
     assert names["turn"].start == 2
-
-
-def test_page_for_trainer_teams_has_the_recorded_table() -> None:
-    record = (ROOT / "benchmarks" / "results" / FIRST / "clients.md").read_text(encoding="utf-8")
-    table, rest = record.split("\n", 2)[2].split("\nWith a rule of the server broken")
-    assert rest
-    assert PAGE.endswith(table)
-
-
-def test_page_for_trainer_teams_names_the_locked_versions() -> None:
-    locks = "".join(file.read_text() for file in (ROOT / "requirements").glob("clients-*.in"))
-    versions = dict(re.findall(r"^(\S+)==(\S+)$", locks, re.MULTILINE))
-    named = re.findall(r"(?:^\| |, )(\S+) (\d[\w.]+) ?(?=[|,])", PAGE, re.MULTILINE)
-    assert {"verl", "megatron-core", "skyrl"} <= {name.lower() for name, _ in named}
-    assert {name: versions[name.lower()] for name, _ in named} == dict(named)
 
 
 def test_cast_for_nemo_rl_gives_torch_rows_that_it_can_take_the_maximum_of() -> None:

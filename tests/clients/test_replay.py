@@ -15,10 +15,10 @@ from demos.replay.mismatch import BATCH, read_gradients
 from demos.replay.report import MAX_GRADIENTS
 from demos.replay.trainers import Trained
 from examples.client import Completion
-from harness import oracle
 from harness.checkpoint import make_checkpoint
 from harness.lines import FIRST
 from tests.clients.recorder import LINE
+from tests.unit.test_replay import complete
 
 # The second line's `transformers` has other modules.
 pytestmark = pytest.mark.skipif(LINE != FIRST, reason="`make replay` is of the first line")
@@ -32,23 +32,10 @@ def sample(checkpoint: Path) -> list[Completion]:
     """Random tokens with the log-probs and routes of the model itself in float32."""
     model = trainers.load(checkpoint, torch.float32)
     rng = np.random.default_rng(0)
-    completions = []
-    for span in LENGTHS:
-        tokens = [int(t) for t in rng.integers(4, 700, span.stop)]
-        with torch.no_grad():
-            logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        completions.append(
-            Completion(
-                prompt=tuple(tokens[: span.start]),
-                token_ids=tuple(tokens[span.start :]),
-                logprobs=tuple(logprobs[p - 1, tokens[p]].item() for p in span),
-                rows=oracle.route(checkpoint, tokens).ids.swapaxes(0, 1)[:-1].astype(np.uint8),
-                start=0,
-                moe_layers=tuple(range(LAYERS)),
-                finish_reason="length",
-            )
-        )
-    return completions
+    return [
+        complete(model, checkpoint, rng.integers(4, 700, span.stop).tolist(), span.start)
+        for span in LENGTHS
+    ]
 
 
 @pytest.fixture(scope="module")

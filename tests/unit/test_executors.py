@@ -6,21 +6,18 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-
-if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
 
 MOE_LAYERS = (0, 2, 3)
 MOE_TOP_K = (4, 2, 4)
 
 
 def make_output(num_rows: int, dtype: Any) -> ModelRunnerOutput:
-    from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
-
     shape = (num_rows, 4, 8)
     rows = np.random.default_rng(num_rows).integers(np.iinfo(dtype).max + 1, size=shape)
     return ModelRunnerOutput(
@@ -34,8 +31,6 @@ def make_output(num_rows: int, dtype: Any) -> ModelRunnerOutput:
 
 
 def through_message_queue(output: ModelRunnerOutput) -> ModelRunnerOutput:
-    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-
     writer = MessageQueue(n_reader=1, n_local_reader=1, max_chunk_bytes=4 << 20)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     # What does not fit into a chunk goes through a socket: both ends at once.
@@ -53,8 +48,6 @@ def through_message_queue(output: ModelRunnerOutput) -> ModelRunnerOutput:
 # Within a message; beside it, in the queue's shared memory; too large for that.
 @pytest.mark.parametrize("num_rows", [0, 5, 40_000, 140_000])
 def test_rows_are_carried_unchanged(dtype: Any, num_rows: int) -> None:
-    from vllm.v1.outputs import RoutedExpertsLists
-
     sent = make_output(num_rows, dtype).routed_experts
     received = through_message_queue(make_output(num_rows, dtype)).routed_experts
     assert isinstance(received, RoutedExpertsLists)

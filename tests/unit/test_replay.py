@@ -19,7 +19,7 @@ import transformers
 from demos.replay import mismatch, report
 from examples.client import Completion
 from examples.replay import OWN, ReplayError, pad_routes, replay
-from harness.families import FAMILIES
+from harness.families import FAMILIES, find
 from harness.oracle import route
 from tests.unit.test_client import LAYERS, TOP_K, make_choice, make_rows, read
 
@@ -58,14 +58,9 @@ def top_ks(model: Any, family: str) -> list[int]:
 
 def moe_blocks(model: Any, family: str) -> dict[int, Any]:
     """The MoE block of each decoder layer that has one."""
-    spec = FAMILIES[family]
-    blocks = {}
-    names = [router.partition(".")[0] for router in spec.router]
-    for index, layer in enumerate(model.model.layers):
-        block = next(getattr(layer, name) for name in names if hasattr(layer, name))
-        if hasattr(block, "experts"):
-            blocks[index] = block
-    return blocks
+    names = [router.partition(".")[0] for router in FAMILIES[family].router]
+    blocks = {index: find(layer, names) for index, layer in enumerate(model.model.layers)}
+    return {index: block for index, block in blocks.items() if hasattr(block, "experts")}
 
 
 def random_routes(model: Any, family: str, tokens: torch.Tensor) -> torch.Tensor:
@@ -313,29 +308,32 @@ def test_rows_of_a_batch_stand_at_their_positions() -> None:
 # The comparison.
 
 
+@torch.no_grad()
+def complete(model: Any, checkpoint: Path, tokens: list[int], prompt: int) -> Completion:
+    """A completion whose rows and log-probs are the model's own; its prompt has `prompt` tokens."""
+    logprobs = model(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(dim=-1)
+    routes = route(checkpoint, tokens)
+    return Completion(
+        prompt=tuple(tokens[:prompt]),
+        token_ids=tuple(tokens[prompt:]),
+        logprobs=tuple(logprobs[p - 1, tokens[p]].item() for p in range(prompt, len(tokens))),
+        rows=routes.ids.transpose(1, 0, 2)[:-1].astype(np.uint8),
+        start=0,
+        moe_layers=routes.layers,
+        finish_reason="length",
+    )
+
+
 @pytest.fixture(scope="module")
 def sampled(
     load: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> tuple[Any, list[Completion]]:
-    """A model, and completions whose rows and log-probs are its own, of unlike lengths."""
-    model, completions = load(), []
-    for prompt, tokens in ((5, batch(1, 20)[0]), (9, batch(1, 14)[0]), (1, batch(1, 17)[0])):
-        routes = route(checkpoint(), tokens.tolist())
-        with torch.inference_mode():
-            logprobs = model(tokens[None], use_cache=False).logits[0].log_softmax(dim=-1)
-        completions.append(
-            Completion(
-                prompt=tuple(tokens[:prompt].tolist()),
-                token_ids=tuple(tokens[prompt:].tolist()),
-                logprobs=tuple(
-                    float(logprobs[p - 1, tokens[p]]) for p in range(prompt, len(tokens))
-                ),
-                rows=routes.ids.transpose(1, 0, 2)[:-1].astype(np.uint8),
-                start=0,
-                moe_layers=routes.layers,
-            )
-        )
-    return model, completions
+    """A model, and completions of unlike lengths."""
+    model, lengths = load(), ((5, 20), (9, 14), (1, 17))
+    return model, [
+        complete(model, checkpoint(), batch(1, length)[0].tolist(), prompt)
+        for prompt, length in lengths
+    ]
 
 
 @pytest.mark.parametrize("replayed", [False, True])

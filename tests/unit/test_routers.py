@@ -26,15 +26,23 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+import vllm._custom_ops as ops
+import vllm.model_executor.layers.fused_moe.layer as layers
+import vllm.model_executor.layers.fused_moe.routed_experts_capture as capturers
+import vllm.model_executor.layers.fused_moe.routed_experts_pipeline as pipeline
+import vllm.model_executor.layers.fused_moe.router.zero_expert_router as zero
+from transformers.models.llama4.modeling_llama4 import Llama4Router
+from vllm._aiter_ops import rocm_aiter_ops
+from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
+from vllm.model_executor.models.llama4 import Llama4MoE
 
 from harness.choice import Choice
-
-if TYPE_CHECKING:
-    import torch
 
 TOKENS, EXPERTS, HIDDEN, TOP_K, LAYERS = 50, 16, 8, 4, 3
 LAYER = 1
@@ -72,10 +80,6 @@ CASES = {
 @pytest.fixture
 def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     """Binds a capturer to layers of these routers, by layer number."""
-    import torch
-    import vllm.model_executor.layers.fused_moe.layer as layers
-    import vllm.model_executor.layers.fused_moe.routed_experts_capture as capturers
-    import vllm.model_executor.layers.fused_moe.routed_experts_pipeline as pipeline
 
     class Layer(torch.nn.Module):
         def __init__(self, layer_id: int, router: Any) -> None:
@@ -111,10 +115,6 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for the CUDA kernels. Like these, they fill the memory that they get and assume
     that it is contiguous."""
-    import torch
-    import torch.nn.functional as F
-    import vllm._custom_ops as ops
-
     scorings = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
 
     def fill(weights: Any, ids: Any, scores: Any, chosen: Any) -> None:
@@ -142,10 +142,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_router(case: Case, bias: torch.Tensor | None, **options: Any) -> Any:
-    from vllm.model_executor.layers.fused_moe.router.router_factory import (
-        create_fused_moe_router,
-    )
-
     if case.choice.groups > 1:
         options |= {
             "use_grouped_topk": True,
@@ -162,15 +158,11 @@ def make_router(case: Case, bias: torch.Tensor | None, **options: Any) -> Any:
 
 
 def random_logits(experts: int = EXPERTS, tokens: int = TOKENS) -> torch.Tensor:
-    import torch
-
     return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0)) * 2
 
 
 def select(router: Any, logits: torch.Tensor, **options: Any) -> torch.Tensor:
     """The ids and weights that the router passes to the MoE kernel."""
-    import torch
-
     hidden = torch.zeros(len(logits), HIDDEN)
     _, ids = router.select_experts(hidden_states=hidden, router_logits=logits, **options)
     return ids
@@ -189,9 +181,6 @@ def assert_chosen(rows: torch.Tensor, case: Case, logits: Any, bias: Any) -> Non
 def test_rows_are_what_the_published_formula_chooses(
     name: str, bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-    from vllm._aiter_ops import rocm_aiter_ops
-
     case = CASES[name]
     monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: case.rocm)
     bias = torch.linspace(-0.4, 0.4, case.experts).flip(0) if case.biased else None
@@ -209,8 +198,6 @@ def test_rows_are_what_the_published_formula_chooses(
 def test_rows_are_true_where_experts_cannot_be_grouped(
     biased: bool, bind: Callable[[Any], Any]
 ) -> None:
-    import torch
-
     ungrouped = Case("", SOFTMAX, experts=14)
     bias = torch.linspace(0.4, -0.4, 14) if biased else None
     router = make_router(Case("", Choice(TOP_K, 4, 2), experts=14), bias)
@@ -223,8 +210,6 @@ def test_rows_are_true_where_experts_cannot_be_grouped(
 
 def test_rows_of_hashed_tokens_are_those_of_the_table(bind: Callable[[Any], Any]) -> None:
     """DeepSeek-V4: some layers select by the token id alone."""
-    import torch
-
     table = random_logits(tokens=100).topk(TOP_K).indices.int()
     case = Case("", Choice(TOP_K, scoring="sqrtsoftplus"))
     router = make_router(case, None, hash_indices_table=table)
@@ -235,10 +220,6 @@ def test_rows_of_hashed_tokens_are_those_of_the_table(bind: Callable[[Any], Any]
 
 
 def test_rows_of_llama_4_are_those_of_transformers(bind: Callable[[Any], Any]) -> None:
-    import torch
-    from transformers.models.llama4.modeling_llama4 import Llama4Router
-    from vllm.model_executor.models.llama4 import Llama4MoE
-
     config = SimpleNamespace(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=1)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(2)
@@ -256,9 +237,6 @@ def test_rows_of_llama_4_are_those_of_transformers(bind: Callable[[Any], Any]) -
 def test_zero_experts_keep_their_ids(
     bind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-    import vllm.model_executor.layers.fused_moe.router.zero_expert_router as zero
-
     monkeypatch.setattr(zero, "zero_experts_compute_triton", lambda **_: None)
     case, bias = Case("", SOFTMAX, biased=True), torch.linspace(-0.1, 0.1, EXPERTS)
     router = make_router(
