@@ -193,11 +193,6 @@ def test_rows_are_true_where_drafts_were_accepted_and_rejected(speculating: Spec
     assert_all_true(speculating.model, outputs)
 
 
-def test_rows_of_sampled_tokens_are_true(speculating: Speculating) -> None:
-    prompts = [repetitive_prompt(10 + i, 40) for i in range(4)]
-    assert_all_true(speculating.model, speculating.ask(*prompts, temperature=1.0, seed=1))
-
-
 def test_layers_are_those_of_the_target(speculating: Speculating) -> None:
     completion = speculating.ask(repetitive_prompt(20, 30))[0].outputs[0]
     assert completion.routed_experts.shape[1] == LAYERS
@@ -238,7 +233,8 @@ def test_rows_behind_a_prefix_made_with_drafts_are_true(speculating: Speculating
     assert_all_true(speculating.model, [first, second])
 
 
-def test_parallel_samples_have_their_own_rows(speculating: Speculating) -> None:
-    outputs = speculating.ask(repetitive_prompt(60, 50), n=3, temperature=1.0, seed=2)
+def test_rows_of_sampled_tokens_are_those_of_each_choice(speculating: Speculating) -> None:
+    prompts = [repetitive_prompt(60 + i, 50) for i in range(4)]
+    outputs = speculating.ask(*prompts, n=3, temperature=1.0, seed=2)
     assert len({tuple(c.token_ids) for c in outputs[0].outputs}) > 1
     assert_all_true(speculating.model, outputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -496,9 +496,17 @@ PROMPTS = st.builds(
     st.one_of(st.sampled_from([BLOCK, 2 * BLOCK]), st.integers(1, 24)),
     st.lists(st.integers(0, 3), max_size=2),
 )
+TAILS = st.lists(st.integers(0, 3), min_size=1, max_size=3)
+
+
+def operation(name: str, *arguments: Any) -> st.SearchStrategy[Any]:
+    """A method of `Engine`, and arguments."""
+    return st.tuples(st.just(name), *arguments)
+
+
 OPERATIONS = st.one_of(
-    st.tuples(
-        st.just("add"),
+    operation(
+        "add",
         PROMPTS,
         st.one_of(st.just(1), st.integers(1, 12)),
         st.sampled_from([True, True, True, False]),
@@ -506,46 +514,19 @@ OPERATIONS = st.one_of(
         st.sampled_from([None, None, None, "salt"]),
         st.booleans(),
     ),
-    st.tuples(st.just("group"), PROMPTS, st.integers(1, 8), st.integers(2, 3)),
-    st.tuples(
-        st.just("relay"),
-        PROMPTS,
-        st.integers(1, 4),
-        st.integers(1, 4),
+    operation("add_group", PROMPTS, st.integers(1, 8), st.integers(2, 3)),
+    operation(
+        *("add_relay", PROMPTS, st.integers(1, 4), st.integers(1, 4)),
         st.sampled_from([None, 0, 1, 2]),
     ),
-    st.tuples(
-        st.just("turn"),
-        st.integers(0, 20),
-        st.lists(st.integers(0, 3), min_size=1, max_size=3),
-        st.integers(1, 6),
-    ),
-    st.tuples(st.just("schedule"), st.lists(st.booleans(), min_size=3, max_size=3)),
-    st.tuples(st.just("schedule"), st.lists(st.booleans(), min_size=3, max_size=3)),
-    st.tuples(st.just("schedule"), st.lists(st.booleans(), min_size=3, max_size=3)),
-    st.tuples(st.just("deliver")),
-    st.tuples(st.just("abort"), st.integers(0, 20)),
-    st.tuples(st.just("preempt"), st.integers(0, 20)),
-    st.tuples(st.just("reset"), st.booleans()),
-    st.tuples(st.just("fail"), st.integers(0, 5)),
+    operation("add_turn", st.integers(0, 20), TAILS, st.integers(1, 6)),
+    *[operation("schedule", st.lists(st.booleans(), min_size=3, max_size=3)) for _ in range(3)],
+    operation("deliver"),
+    operation("abort", st.integers(0, 20)),
+    operation("preempt", st.integers(0, 20)),
+    operation("reset", st.booleans()),
+    operation("fail", st.integers(0, 5)),
 )
-
-
-def play(engine: Engine, operations: list[tuple[Any, ...]]) -> None:
-    actions: dict[str, Callable[..., None]] = {
-        "add": engine.add,
-        "group": engine.add_group,
-        "relay": engine.add_relay,
-        "turn": engine.add_turn,
-        "schedule": engine.schedule,
-        "deliver": engine.deliver,
-        "abort": engine.abort,
-        "preempt": engine.preempt,
-        "reset": engine.reset,
-        "fail": engine.fail,
-    }
-    for name, *arguments in operations:
-        actions[name](*arguments)
 
 
 @pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(1500, marks=pytest.mark.slow)])
@@ -561,7 +542,8 @@ def test_every_request_gets_exactly_its_rows(setup: Setup, examples: int) -> Non
     @given(st.lists(OPERATIONS, min_size=4, max_size=40))
     def interleave(operations: list[tuple[Any, ...]]) -> None:
         engine = Engine(setup)
-        play(engine, operations)
+        for name, *arguments in operations:
+            getattr(engine, name)(*arguments)
         engine.drain()
         engine.check()
 
