@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from tests.deploy.conftest import IMAGE, Stage
+from tests.deploy.conftest import IMAGE, ROOT, Stage
 from tests.stub import Stub
 from tests.tools.toy import VERSION, Toy, add_series, make_toy
 from tools.common.pin import Project
@@ -258,6 +258,48 @@ def test_labels_that_would_not_be_true_are_refused(
     assert done.returncode == 1
     assert "the labels would not be true" in done.stderr
     assert not (stage.place / "out").exists()
+
+
+# --- install.sh, user.sh --------------------------------------------------------------------------
+
+# python -m venv PLACE: a virtual environment of programs that note how they were called.
+_VENV = """\
+#!/bin/sh
+mkdir -p "$3/bin"
+cp {bin}/pip "$3/bin/python"
+cp {bin}/uv "$3/bin/uv"
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, status: int) -> None:
+    stage.program("pip")
+    stage.program("uv", status=status)
+    maker = stage.place / "maker"
+    maker.write_text(_VENV.format(bin=stage.place / "bin"))
+    maker.chmod(0o755)
+    wheel = stage.place / "vllm-1.whl"
+    wheel.write_text("")
+    words = ("cuda", str(stage.place), str(ROOT / "requirements"), str(stage.place / "venv"))
+    done = stage.run("image/install.sh", *words, PYTHON=str(maker))
+    assert (done.returncode != 0) == bool(status)
+    bootstrap, sync, *rest = stage.calls()
+    assert {"--require-hashes", "--only-binary"} <= set(bootstrap)
+    assert {"--require-hashes", "--no-build", str(ROOT / "requirements/cuda.txt")} <= set(sync)
+    if not status:
+        install, check = rest
+        assert {"--no-deps", "--no-index", str(wheel)} <= set(install)
+        assert check[2:4] == ["pip", "check"]
+
+
+def test_the_user_is_not_root_and_owns_its_home(stage: Stage) -> None:
+    for name in ("groupadd", "useradd", "chown"):
+        stage.program(name)
+    home = stage.place / "home"
+    assert stage.run("image/user.sh", HOME_DIR=str(home)).returncode == 0
+    assert stage.calls()[1][1:5] == ["--uid", "10001", "--gid", "10001"]
+    assert stage.calls()[2] == ["chown", "-R", "10001:10001", str(home)]
+    assert (home / ".cache").is_dir()
 
 
 # --- health.sh, dp-node.sh, ray-node.sh -----------------------------------------------------------
