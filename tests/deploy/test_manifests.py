@@ -22,7 +22,7 @@ def documents(stage: Stage, *more: str) -> list[dict[str, Any]]:
 
 
 def pods(stage: Stage) -> list[dict[str, Any]]:
-    """Those of the server on one node, and of the server over several nodes."""
+    """The pod of the server on one node, and the pods of the server over several nodes."""
     made = [*documents(stage), *documents(stage, "nodes")]
     kinds = ("Deployment", "StatefulSet")
     return [d["spec"]["template"] for d in made if d["kind"] in kinds]
