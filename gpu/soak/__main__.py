@@ -4,7 +4,6 @@
     python -m gpu.soak run --build-label pristine --model qwen3 --minutes 5 --out DIR
     python -m gpu.soak run --build-label patched --model qwen3 --minutes 5 --out DIR
     python -m gpu.soak run --build-label patched --gpus 4 --tp 2 --minutes 5 --out DIR
-    python -m gpu.soak plot DIR/*.json --out DIR/soak.png
 
 `run` starts offline engines with dummy weights and the flag on, so that every request gets rows:
 two engines (DP2, EP2), or with `--gpus 4 --tp 2` two engines of two GPUs each, whose MoE layers are
@@ -32,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu.soak.engine import FAULT_SECONDS, UNFINISHED
-from gpu.soak.plot import plot
 from harness import hosts
 from harness.paired import compare
+from harness.process import free_port
 from harness.shapes import GPT_OSS, model_config
 
 # How long an engine may take from its start to its first step.
@@ -120,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             }
             for rank in range(count)
         ]
-        with hosts.ranks("gpu.soak.engine", specs, scratch, variables, arguments.port) as engines:
+        with hosts.ranks("gpu.soak.engine", specs, scratch, variables, free_port()) as engines:
             file = arguments.out / f"{name}.json"
 
             def look() -> None:
@@ -163,25 +162,19 @@ def collect(record: dict[str, Any], scratch: Path, count: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("run", help="one build, one model")
-    runs.add_argument("--build-label", required=True, help="for the record, e.g. pristine")
-    runs.add_argument("--flag", choices=["on", "off", "opt-in"], default="on")
-    runs.add_argument("--model", choices=["qwen3", "gptoss", "tiny"], default="qwen3")
-    runs.add_argument("--gpus", type=int, default=2)
-    runs.add_argument("--tp", type=int, default=1, help="GPUs of each engine")
-    runs.add_argument("--layers", type=int, default=12)
-    runs.add_argument("--minutes", type=float, default=5.0, help="of load, faults come on top")
-    runs.add_argument("--limit-minutes", type=float, help="of everything; what is there is kept")
-    runs.add_argument("--out", type=Path, required=True, help="folder for the record")
-    runs.add_argument("--port", type=int, default=29650, help="the first of some free ones")
-    runs.add_argument("--eager", action="store_true", help="no CUDA graphs: starts sooner")
-    plots = commands.add_parser("plot", help="a picture of records")
-    plots.add_argument("files", type=Path, nargs="+")
-    plots.add_argument("--out", type=Path, required=True)
+    # The commands of the records have it.
+    parser.add_argument("run", choices=["run"], help="one build, one model")
+    parser.add_argument("--build-label", required=True, help="for the record, e.g. pristine")
+    parser.add_argument("--flag", choices=["on", "off", "opt-in"], default="on")
+    parser.add_argument("--model", choices=["qwen3", "gptoss", "tiny"], default="qwen3")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of each engine")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of load, faults come on top")
+    parser.add_argument("--limit-minutes", type=float, help="of everything; what is there is kept")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the record")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs: starts sooner")
     arguments = parser.parse_args()
-    if arguments.command == "plot":
-        return plot(arguments.files, arguments.out)
     if arguments.gpus % arguments.tp:
         parser.error(f"{arguments.gpus} GPUs are not engines of {arguments.tp} each")
     return run(arguments)
