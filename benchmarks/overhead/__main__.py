@@ -4,14 +4,14 @@
     python -m benchmarks.overhead --out OUT --minutes 8.5 \\
         --build patched=env-patched.sh --engine patched:off --engine patched:opt-in
 
-There is one engine for each BUILD:FLAG, all at once on one GPU. The same word twice makes two,
-which shows how much engines of one kind differ. Only one runs at a time: a round of a load is a
+There is one engine for each BUILD:FLAG, all at once on one GPU. Two builds with the same place
+show how much engines of one kind differ. Only one runs at a time: a round of a load is a
 turn of each engine, and of each opt-in mode, with the same prompts in random order; the next round
 has the reverse order. Ratios are taken within a round.
 
 Every turn is appended to OUT/records.jsonl; a second run continues there, with the same or other
-engines. OUT/report.md and report.json are written at the end, also when time is up or something
-failed, and with `--report-only`. This process needs no vLLM: each engine has its own process.
+engines. OUT/report.md is written at the end, also when time is up or something failed, and with
+`--report-only`. This process needs no vLLM: each engine has its own process.
 """
 
 from __future__ import annotations
@@ -90,13 +90,12 @@ class Bench:
                     "name": variant.name,
                     "model": arguments.model,
                     "layers": arguments.layers,
-                    "queued": not arguments.as_they_come,
                     "options": {**options, **variant.options},
                 }
                 env = {"VLLM_CACHE_ROOT": str(WORK / "cache" / variant.build.name)}
                 if arguments.model == "tiny":
                     env["TORCH_COMPILE_DISABLE"] = "1"
-                log = WORK / "logs" / f"{variant.name.replace(' ', '-').replace('#', '')}.log"
+                log = WORK / "logs" / f"{variant.name.replace(' ', '-')}.log"
                 self.engines.append(stack.enter_context(running(variant, settings, log, env)))
             # All import vLLM at once; then engines start in turn, without --together. So none
             # chooses its kernels while another keeps the GPU busy, and engines of one build share
@@ -173,7 +172,7 @@ class Bench:
         of its share of the time."""
         names = [variant.name for variant in self.variants]
         wanted = self.arguments.rounds
-        reserve = self.kernels_s()
+        reserve = KERNELS_S * sum(len(self.kernel_modes(v.flag)) for v in self.variants)
         for name in self.loads:
             if self.left() < reserve:
                 return
@@ -193,20 +192,11 @@ class Bench:
             self.spent[name] += self.cost[name]
             done[name] = number
 
-    @property
-    def counts_kernels(self) -> bool:
-        """Whether kernels are to be counted: a CPU has none."""
-        return self.on_gpu and self.arguments.kernels
-
-    def kernels_s(self) -> float:
-        """Seconds that counting kernels is given."""
-        if not self.counts_kernels:
-            return 0.0
-        modes = len(self.kernel_modes("opt-in"))
-        return KERNELS_S * sum(modes if v.flag == "opt-in" else 1 for v in self.variants)
-
     def kernel_modes(self, flag: str) -> list[str]:
-        """Modes whose kernels are counted: the profile is of one request, which asks or not."""
+        """Modes whose kernels are counted: the profile is of one request, which asks or not. A CPU
+        has no kernels."""
+        if not (self.on_gpu and self.arguments.kernels):
+            return []
         if flag != "opt-in":
             return [flag]
         return [mode for mode in ("silent", "all") if mode in self.arguments.modes]
@@ -217,18 +207,19 @@ class Bench:
         ends: dict[str, Any] = {
             engine.variant.name: {"memory": engine.ask("memory", 30.0)} for engine in self.engines
         }
-        if self.counts_kernels:
-            for engine in self.engines:
-                modes = self.kernel_modes(engine.variant.flag)
-                if self.left() < KERNELS_S * len(modes) / 2:
-                    tell(f"no time to count the kernels of {engine.variant.name}")
-                    continue
-                try:
-                    told = engine.ask("kernels", max(10.0, self.left()), modes=modes)
-                except Failure as failure:
-                    tell(f"kernels not counted: {failure}")
-                    continue
-                ends[engine.variant.name]["kernels"] = told
+        for engine in self.engines:
+            modes = self.kernel_modes(engine.variant.flag)
+            if self.left() < KERNELS_S * len(modes) / 2:
+                tell(f"no time to count the kernels of {engine.variant.name}")
+                modes = []
+            if not modes:
+                continue
+            try:
+                told = engine.ask("kernels", max(10.0, self.left()), modes=modes)
+            except Failure as failure:
+                tell(f"kernels not counted: {failure}")
+                continue
+            ends[engine.variant.name]["kernels"] = told
         self.records.add({"kind": "end", "start": self.start_number, "engines": ends})
 
 
@@ -275,11 +266,6 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of each load")
     parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
     parser.add_argument(
-        "--as-they-come",
-        action="store_true",
-        help="requests run as they come in, instead of when all of a round are queued",
-    )
-    parser.add_argument(
         "--together", action="store_true", help="start engines at once instead of in turn"
     )
     parser.add_argument(
@@ -322,7 +308,6 @@ def main() -> int:
             {
                 "model": arguments.model,
                 "layers": config["num_hidden_layers"],
-                "queued": not arguments.as_they_come,
                 "options": engine_options(arguments.model, arguments.kv_gib) | arguments.options,
                 "loads": {
                     name: {**asdict(load), "text": load.text} for name, load in loads.items()

@@ -52,22 +52,19 @@ class Variant:
         build: the build.
         flag: one of FLAGS. `on` returns rows to every request, `opt-in` to those that ask (the
             series only).
-        copy: 1, or more for further engines of the same kind, which show how much engines differ.
     """
 
     build: Build
     flag: str
-    copy: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.build.name} {self.flag}" + (f" #{self.copy}" if self.copy > 1 else "")
+        return f"{self.build.name} {self.flag}"
 
     @property
     def record(self) -> dict[str, Any]:
         """What records say of it."""
-        build = self.build.name
-        return {"name": self.name, "build": build, "flag": self.flag, "copy": self.copy}
+        return {"name": self.name, "build": self.build.name, "flag": self.flag}
 
     @property
     def options(self) -> dict[str, bool]:
@@ -94,19 +91,18 @@ def read_builds(words: Sequence[str]) -> dict[str, Build]:
 
 
 def read_variants(words: Sequence[str], builds: Mapping[str, Build]) -> list[Variant]:
-    """Variants from BUILD:FLAG words; the same word again makes another copy.
+    """Variants from BUILD:FLAG words.
 
     Raises:
-        ValueError: a word of another form, an unknown build or flag.
+        ValueError: a word of another form, an unknown build or flag, a word twice.
     """
     variants: list[Variant] = []
     for word in words:
         name, _, flag = word.rpartition(":")
-        if name not in builds or flag not in FLAGS:
+        if name not in builds or flag not in FLAGS or words.count(word) > 1:
             raise ValueError(
                 f"{word!r} is not BUILD:FLAG with a build of {', '.join(builds)} "
-                f"and a flag of {', '.join(FLAGS)}"
+                f"and a flag of {', '.join(FLAGS)}, or it stands twice"
             )
-        copy = 1 + sum((v.build.name, v.flag) == (name, flag) for v in variants)
-        variants.append(Variant(builds[name], flag, copy))
+        variants.append(Variant(builds[name], flag))
     return variants

@@ -59,16 +59,6 @@ def engine_arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-def generate_queued(llm: Any, prompts: list[Any], params: Any) -> tuple[list[Any], float]:
-    """Outputs, and the seconds to the last one from all requests being queued, since how fast they
-    come in would decide which of them share the first steps."""
-    llm.sleep(level=0)
-    llm.enqueue(prompts, params, use_tqdm=False)
-    began = time.perf_counter()
-    llm.wake_up(tags=["scheduling"])
-    return llm.wait_for_completion(use_tqdm=False), time.perf_counter() - began
-
-
 @contextlib.contextmanager
 def running(
     variant: Variant, settings: dict[str, Any], log: Path, env: Mapping[str, str]

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +278,8 @@ def report_text(records: Sequence[Record]) -> str:
         "Ratios are within rounds: the Hodges-Lehmann estimate and, in brackets, the exact 95 % "
         "interval of Wilcoxon's signed-rank test. Time is a round's, everything included; a step's "
         "is the median of its round. "
-        + ("A round's requests are queued before its clock starts. " if setup["queued"] else "")
-        + "No round is left out but the first of each start and load, which warms up.\n",
+        "A round's requests are queued before its clock starts. "
+        "No round is left out but the first of each start and load, which warms up.\n",
         "Loads: "
         + "; ".join(
             f"{name} {load['text']}"
@@ -365,13 +364,10 @@ def report_text(records: Sequence[Record]) -> str:
 
 
 def write_report(records: Sequence[Record], out: Path) -> str:
-    """Write report.md, report.json and cost.png; returns the report's text."""
+    """Write report.md and cost.png; returns the report's text."""
     text = report_text(records)
     (out / "report.md").write_text(text)
-    found = comparisons(records)
-    draw(found, out / "cost.png")
-    summary = [{**asdict(c), "verdict": c.verdict} for c in found]
-    (out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
+    draw(comparisons(records), out / "cost.png")
     return text
 
 

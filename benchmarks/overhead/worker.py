@@ -26,7 +26,6 @@ import numpy as np
 import psutil
 
 from benchmarks.common import read_peak
-from benchmarks.overhead.engine import generate_queued
 from benchmarks.overhead.loads import SHARES, Load, loads_of
 from benchmarks.overhead.probe import kernels_of_a_step
 from harness.shapes import model_config, write_model
@@ -85,7 +84,8 @@ class Engine:
     def _generate(
         self, prompts: list[list[int]], asks: list[bool | None], max_tokens: int
     ) -> tuple[list[Any], float]:
-        """Outputs, and the seconds to the last one, with or without the requests' coming in."""
+        """Outputs, and the seconds to the last one from all requests being queued, since how fast
+        they come in would decide which of them share the first steps."""
         from vllm import SamplingParams
 
         params = [
@@ -100,11 +100,11 @@ class Engine:
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         self.returned.clear()
-        if self.settings["queued"]:
-            return generate_queued(self.llm, inputs, params)
+        self.llm.sleep(level=0)
+        self.llm.enqueue(inputs, params, use_tqdm=False)
         began = time.perf_counter()
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
-        return outputs, time.perf_counter() - began
+        self.llm.wake_up(tags=["scheduling"])
+        return self.llm.wait_for_completion(use_tqdm=False), time.perf_counter() - began
 
     def run(self, load: str, mode: str, number: int) -> dict[str, Any]:
         """One timed round; answers seconds, microseconds of a step and what came of it.

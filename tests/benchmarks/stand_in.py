@@ -55,10 +55,6 @@ class LLM:
         assert self.asleep, "a request would run before all are queued"
         self.queued = prompts, params
 
-    def generate(self, prompts, params, use_tqdm):
-        self.queued, self.asleep = (prompts, params), False
-        return self.wait_for_completion(use_tqdm)
-
     def wait_for_completion(self, use_tqdm):
         assert not self.asleep
         prompts, params = self.queued

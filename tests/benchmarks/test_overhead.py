@@ -16,7 +16,6 @@ from benchmarks.overhead.report import comparisons, pairs_to_compare, report_tex
 SETUP = {
     "model": "tiny",
     "layers": 4,
-    "queued": True,
     "options": {"seed": 0},
     "loads": {name: {"text": load.text} for name, load in TINY_LOADS.items()},
 }
@@ -119,16 +118,10 @@ def test_prompts_depend_on_the_round_alone() -> None:
     assert len({tuple(p[4:]) for p in prompts}) == 3
 
 
-def test_the_same_engine_again_is_a_copy() -> None:
-    builds = read_builds(["a=", "b=x"])
-    names = [v.name for v in read_variants(["a:off", "b:off", "a:off"], builds)]
-    assert names == ["a off", "b off", "a off #2"]
-
-
-@pytest.mark.parametrize("word", ["a", "a:of", "c:off", ":off"])
+@pytest.mark.parametrize("word", ["a", "a:of", "c:off", ":off", "a:off"])
 def test_unknown_engines_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="BUILD:FLAG"):
-        read_variants([word], read_builds(["a="]))
+        read_variants(["a:off", word], read_builds(["a="]))
 
 
 def test_a_script_selects_a_build(tmp_path: Path) -> None:
@@ -234,8 +227,6 @@ def test_report_files(tmp_path: Path) -> None:
     text = write_report(records, tmp_path)
     assert (tmp_path / "report.md").read_text() == text
     assert "| patched opt-in, silent | 161 | 14 | 0 |" in text
-    summary = json.loads((tmp_path / "report.json").read_text())
-    assert {entry["load"] for entry in summary} == {"decode"}
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
 
 

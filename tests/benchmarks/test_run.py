@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.overhead.report import comparisons
 from tests.benchmarks.stand_in import make_stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,17 +59,16 @@ def test_rounds_and_what_they_cost(tmp_path: Path, build: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert complete_rounds(tmp_path / "out", "decode") == [1, 2, 3, 4, 5, 6, 7, 8]
     found = {
-        (c["load"], c["label"]): c
-        for c in json.loads((tmp_path / "out/report.json").read_text())
-        if c["reference"] == "patched off"
+        (c.load, c.label): c
+        for c in comparisons(records_in(tmp_path / "out"))
+        if c.reference == "patched off"
     }
     everybody = found["decode", "patched opt-in, all"]
-    assert everybody["seconds"]["percent"] == pytest.approx(50)
-    assert everybody["step"]["percent"] == pytest.approx(50)
-    assert everybody["step_us"] == pytest.approx([1000, 1500])
-    assert found["decode", "patched opt-in, silent"]["seconds"]["percent"] == pytest.approx(
-        0, abs=1e-6
-    )
+    assert everybody.seconds.percent == pytest.approx(50)
+    assert everybody.step is not None
+    assert everybody.step.percent == pytest.approx(50)
+    assert everybody.step_us == pytest.approx((1000, 1500))
+    assert found["decode", "patched opt-in, silent"].seconds.percent == pytest.approx(0, abs=1e-6)
     assert "same tokens: decode 8 of 8; single 8 of 8" in done.stdout
 
 
@@ -123,7 +123,7 @@ def test_an_engine_that_dies_leaves_a_report_of_the_rounds_before(
     tmp_path: Path, build: Path
 ) -> None:
     out = tmp_path / "out"
-    words = command(out, build, "--as-they-come")
+    words = command(out, build)
     assert run(*words, "--rounds", "1").returncode == 0
     (build / "costs/dies").touch()
     os.unlink(out / "report.md")
