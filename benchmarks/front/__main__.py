@@ -17,8 +17,7 @@ Measured from the first output of the engine until all answers are read:
 - how late a task wakes that sleeps for a millisecond again and again. This counts several callbacks
   in a row, and everything else that runs on the machine.
 
-`vllm serve` uses uvloop, whose callbacks cannot be timed: `--loop uvloop` measures only how late
-the task wakes.
+The loop is asyncio's: callbacks of uvloop, which `vllm serve` uses, cannot be timed.
 """
 
 from __future__ import annotations
@@ -42,6 +41,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from benchmarks.common import Failure, command, table
 from benchmarks.front import run_process
 from benchmarks.front.loads import TOP_K, Load, loads_of
@@ -64,27 +65,22 @@ MEASURES = {
 Round = dict[str, dict[str, dict[str, float]]]
 
 
-def send_request(port: int, load: Load, asks: bool) -> socket.socket:
-    connection = socket.socket()
+def send_request(port: int, load: Load, asks: bool) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.sock = socket.socket()
     if load.stalled:
         # A small buffer: the kernel must not read for a stalled reader.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
-    connection.settimeout(PATIENCE_S)
-    connection.connect(("127.0.0.1", port))
-    body = load.body(asks)
-    head = f"POST {load.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    connection.sock.settimeout(PATIENCE_S)
+    connection.sock.connect(("127.0.0.1", port))
+    connection.request("POST", load.path, load.body(asks), {"Content-Type": "application/json"})
     return connection
 
 
-def read_answer(connection: socket.socket) -> bytes:
-    with connection, http.client.HTTPResponse(connection, method="POST") as answer:
-        answer.begin()
-        parts = []
-        while part := answer.read(1 << 20):
-            parts.append(part)
-    content = b"".join(parts)
+def read_answer(connection: http.client.HTTPConnection) -> bytes:
+    with contextlib.closing(connection):
+        answer = connection.getresponse()
+        content = answer.read()
     if answer.status != 200:
         raise Failure(f"an answer has status {answer.status}: {content[:300]!r}")
     return content
@@ -120,7 +116,7 @@ class Bench:
             listening.bind(("127.0.0.1", 0))
             self.port = listening.getsockname()[1]
             of_engine = ("engine", addresses, (rows, arguments.layers, TOP_K), engine_end)
-            of_server = ("server", addresses, listening, model, MAX_LEN, arguments.loop, server_end)
+            of_server = ("server", addresses, listening, model, MAX_LEN, server_end)
             self.processes = [
                 spawn.Process(target=run_process, args=args, daemon=True)
                 for args in (of_engine, of_server)
@@ -132,12 +128,9 @@ class Bench:
 
     def __enter__(self) -> Bench:
         while all(p.is_alive() for p in self.processes):
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-                with contextlib.closing(connection):
-                    connection.request("GET", "/health")
-                    if connection.getresponse().status == 200:
-                        return self
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{self.port}/health", trust_env=False).is_success:
+                    return self
             time.sleep(0.2)
         self.__exit__()
         raise Failure("the engine or the server ended before it was ready")
@@ -214,12 +207,11 @@ def summarize(rounds: Sequence[Round]) -> dict[str, dict[str, tuple[float, float
 
 def report_text(rounds: Sequence[Round], arguments: argparse.Namespace) -> str:
     """The record in Markdown."""
-    measures = list(MEASURES) if arguments.loop == "asyncio" else ["late"]
     vllm, python = importlib.metadata.version("vllm"), platform.python_version()
     lines = [
         "# The server's event loop beside rows\n",
         f"`python {' '.join(command())}`: {arguments.layers} layers, "
-        f"top-{TOP_K}, uint8; {arguments.loop}; {len(rounds)} rounds; {os.cpu_count()} cores; vllm "
+        f"top-{TOP_K}, uint8; {len(rounds)} rounds; {os.cpu_count()} cores; vllm "
         f"{vllm}, Python {python}. Medians of the rounds: silent, asking, and by how much asking "
         f"is more in the same round. Target: at most {TARGET_MS:.0f} ms more.\n",
     ]
@@ -228,12 +220,12 @@ def report_text(rounds: Sequence[Round], arguments: argparse.Namespace) -> str:
         lines.append(f"Too few rounds to conclude anything: it takes {ENOUGH_PAIRS}.\n")
     rows = []
     for load, row in summarize(rounds).items():
-        verdict = "met" if row[measures[0]][2] <= TARGET_MS else "missed"
-        cells = ["{:.1f}, {:.1f}, **{:+.1f}**".format(*row[name]) for name in measures]
+        verdict = "met" if row["callback"][2] <= TARGET_MS else "missed"
+        cells = ["{:.1f}, {:.1f}, **{:+.1f}**".format(*row[name]) for name in MEASURES]
         cells.append(verdict if enough else "too few rounds")
         cells.append("{:.1f}, {:.1f}".format(*row["answers_mb"]))
         rows.append([load, *cells, "{:,.0f}, {:,.0f}".format(*row["took"])])
-    heads = [f"{MEASURES[name]}, ms" for name in measures]
+    heads = [f"{measure}, ms" for measure in MEASURES.values()]
     return "\n".join(
         [*lines, table(["Load", *heads, "Target", "Answers, MB", "They took, ms"], rows)]
     )
@@ -243,9 +235,8 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="file for the record, as Markdown; JSON beside it")
+    parser.add_argument("--out", type=Path, help="file for the record, as Markdown")
     parser.add_argument("--rounds", type=int, default=ENOUGH_PAIRS)
-    parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--prompt", type=int, default=112_000, help="rows with the first tokens")
     parser.add_argument("--steps", type=int, default=125, help="of the engine, 128 tokens each")
@@ -265,7 +256,6 @@ def main() -> int:
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
-        arguments.out.with_suffix(".json").write_text(json.dumps(rounds, indent=1) + "\n")
     return 0
 
 

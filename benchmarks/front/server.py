@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import uvloop
 import zmq
 from vllm.entrypoints.openai.api_server import run_server_worker
 from vllm.entrypoints.openai.cli_args import make_arg_parser
@@ -162,7 +161,6 @@ def server(
     listening: socket.socket,
     model: Path,
     max_len: int,
-    loop: str,
     parent: Connection,
 ) -> None:
     """The server's process: `vllm serve` with the engine elsewhere, and a probe in its loop."""
@@ -177,8 +175,5 @@ def server(
         await run_server_worker("", listening, arguments, client_config=addresses)
         ticking.cancel()
 
-    if loop == "uvloop":
-        uvloop.run(run())
-    else:
-        probe.time_callbacks()
-        asyncio.run(run())
+    probe.time_callbacks()
+    asyncio.run(run())
