@@ -35,7 +35,7 @@ from examples.client import PATH, Completion, join
 from examples.clients.turns import join_turns
 from harness.checkpoint import make_checkpoint
 from harness.lines import FIRST, LINES
-from harness.paired import ENOUGH_PAIRS
+from harness.paired import compare
 from harness.server import Server, ServerError
 
 LAYERS, TOP_K = 16, 8
@@ -150,18 +150,17 @@ def report(rounds: list[dict[str, list[Turn]]]) -> str:
     def kilobytes(mode: str, turn: int) -> float:
         return statistics.median(played[mode][turn].size for played in rounds) / 1e3
 
-    def ratio(mode: str, turn: int) -> str:
-        if len(rounds) < ENOUGH_PAIRS:
-            return "no verdict"
-        values = sorted(
-            played[mode][turn].seconds / played["silent"][turn].seconds for played in rounds
+    def longer(mode: str, turn: int) -> str:
+        times, silent = (
+            [played[name][turn].seconds for played in rounds] for name in (mode, "silent")
         )
-        quarter = len(values) // 4
-        low, middle, high = values[quarter], statistics.median(values), values[-quarter - 1]
-        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        return str(compare(times, silent))
 
     head = ["Turn", "Prompt tokens", *(f"{mode}, kB" for mode in MODES)]
-    head += [*(f"{mode}, ms" for mode in MODES), *(f"{mode} / silent" for mode in MODES[1:])]
+    head += [
+        *(f"{mode}, ms" for mode in MODES),
+        *(f"{mode}, longer than silent" for mode in MODES[1:]),
+    ]
     lines = []
     for turn in range(TURNS):
         tokens = NEW * (turn + 1) + SAMPLED * turn
@@ -171,7 +170,7 @@ def report(rounds: list[dict[str, list[Turn]]]) -> str:
                 str(tokens),
                 *(f"{kilobytes(mode, turn):,.1f}" for mode in MODES),
                 *(f"{millis(mode, turn):,.0f}" for mode in MODES),
-                *(ratio(mode, turn) for mode in MODES[1:]),
+                *(longer(mode, turn) for mode in MODES[1:]),
             ]
         )
     sums = {mode: sum(kilobytes(mode, turn) for turn in range(TURNS)) for mode in MODES}
@@ -179,8 +178,8 @@ def report(rounds: list[dict[str, list[Turn]]]) -> str:
         f"{LAYERS} layers, top-{TOP_K}, uint8; {NEW} new and {SAMPLED} sampled tokens a turn; "
         f"prefix caching; {len(rounds)} rounds; {os.cpu_count()} cores, at the end "
         f"with a load average of {os.getloadavg()[2]:.0f} in 15 minutes; "
-        f"vllm {importlib.metadata.version('vllm')}. Medians of the rounds; ratios within a round, "
-        "their median and middle half."
+        f"vllm {importlib.metadata.version('vllm')}. Medians of the rounds; differences within a "
+        "round: the Hodges-Lehmann estimate, and the 95 % interval of Wilcoxon's signed-rank test."
     )
     whole = (
         f"All turns: {sums['all rows']:,.0f} kB with all rows each time, "
