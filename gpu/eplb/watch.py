@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -63,13 +63,13 @@ class Watch:
 
     def stand_in_eplb(self, config: dict[str, Any], num_experts: int, num_layers: int) -> None:
         """Run vLLM's EPLB on a CPU, on weights that the model does not use, with random loads.
-        Streams and events finish at once."""
+        Streams and events are done at once."""
         from vllm.config.parallel import EPLBConfig
         from vllm.distributed import parallel_state
         from vllm.distributed.eplb.eplb_state import EplbState
 
-        torch.cuda.Stream = Stream
-        torch.cuda.Event = Event
+        # Nothing has to wait for them.
+        torch.cuda.Stream = torch.cuda.Event = MagicMock
         torch.cuda.stream = lambda stream: contextlib.nullcontext()
         torch.accelerator.set_device_index = lambda index: None
         ep = parallel_state.get_ep_group()
@@ -105,26 +105,3 @@ class Watch:
         self.model_runner.eplb_state = state
         self.model_runner.eplb_step = step
         state.start_async_loop()
-
-
-class Stream:
-    """A stream whose work is done as soon as it is launched."""
-
-    def __init__(self, device: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Event:
-    """An event that is done as soon as it is recorded."""
-
-    def __init__(self) -> None:
-        self.recorded = threading.Event()
-
-    def record(self, stream: Any = None) -> None:
-        self.recorded.set()
-
-    def wait(self, stream: Any = None) -> None:
-        assert self.recorded.is_set(), "wait() for an event that was not recorded"

@@ -31,6 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import table
 from examples.client import Completion
 from gpu.layouts.answers import (
     MARGIN,
@@ -147,11 +148,7 @@ class Run:
         return sum(r["result"].startswith("FAILED") for r in results.values())
 
     def table(self) -> str:
-        lines = [
-            "| Cell | Layout | GPUs | Result | Rows | Decisions, own logits | Differ from one GPU |"
-            " s |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
+        lines = []
         for name, r in self.results().items():
             against = "-"
             if "against_one" in r:
@@ -160,11 +157,12 @@ class Run:
                     against += f" ({r['first_differ']} first, margin <= {r['greatest_margin']:.2g})"
             dtype = f", {r['dtype']}" if "dtype" in r else ""
             moved = ", experts moved" if r.get("experts_moved") else ""
-            lines.append(
-                f"| {name} | {r['note']}{dtype}{moved} | {r['gpus']} | {r['result']} | "
-                f"{r.get('rows', '-')} | {r.get('decisions', '-')} | {against} | {r['seconds']} |"
-            )
-        return "\n".join(lines) + f"\n\nStated margin: {MARGIN}.\n"
+            layout = f"{r['note']}{dtype}{moved}"
+            rows, decisions = r.get("rows", "-"), r.get("decisions", "-")
+            result = r["result"]
+            lines.append([name, layout, r["gpus"], result, rows, decisions, against, r["seconds"]])
+        head = "Cell | Layout | GPUs | Result | Rows | Decisions, own logits | Differ from one GPU"
+        return table(f"{head} | s", lines) + f"\nStated margin: {MARGIN}.\n"
 
 
 def check_host(name: str, cell: Cell, device: str) -> None:

@@ -128,7 +128,7 @@ def run_servers(
     front: str | None = None
     prompts = make_prompts()
 
-    def start(number: int) -> Server:
+    def make_server(number: int) -> Server:
         more: list[str] = []
         own: dict[str, str] = {}
         visible = environment.get("CUDA_VISIBLE_DEVICES", "")
@@ -140,14 +140,13 @@ def run_servers(
         if len(cell.serve) > 1:
             gpus = visible.split(",")
             own["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
-        server = Server(
+        return Server(
             model,
             scratch / f"server-{number}.log",
             [*arguments, *cell.serve[number], *more],
             environment | own,
             timeout_s=limit_s * 0.8,
         )
-        return server.__enter__()
 
     def ask(index: int) -> None:
         server = servers[index % len(servers)]
@@ -165,13 +164,9 @@ def run_servers(
 
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(12) as pool:
         try:
-            starting = [pool.submit(start, n) for n in range(len(cell.serve))]
-            for future in concurrent.futures.as_completed(starting):
-                if error := future.exception():
-                    raise error
-            for future in starting:
-                servers.append(future.result())
-                stack.callback(servers[-1].stop)
+            made = map(make_server, range(len(cell.serve)))
+            # All start at once; each that has started is stopped at the end.
+            servers += pool.map(stack.enter_context, made)
             if cell.disaggregated:
                 front = stack.enter_context(proxy.running(*(server.url for server in servers)))
             for server in servers:
@@ -185,7 +180,3 @@ def run_servers(
         except ServerError as e:
             raise_refusal(scratch)
             raise Failed(str(e)) from e
-        finally:
-            for future in starting:
-                if future.done() and not future.exception():
-                    future.result().stop()
