@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build/bench"
@@ -20,34 +21,19 @@ class Failure(Exception):
     """The benchmark cannot continue; the text says why."""
 
 
-class Gpu:
-    """Clock, power and temperature of the GPU, if NVML is available."""
+def read_gpu() -> dict[str, int]:
+    """MHz of the multiprocessors, watts and degrees Celsius of the GPU now; empty without NVML."""
+    try:
+        import pynvml as nvml
 
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        with contextlib.suppress(Exception):
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-            self._nvml = pynvml
-
-    @property
-    def there(self) -> bool:
-        """Whether there is a GPU."""
-        return self._nvml is not None
-
-    def read(self) -> dict[str, int]:
-        """MHz of the multiprocessors, watts and degrees Celsius now; empty without NVML."""
-        if self._nvml is None:
-            return {}
-        nvml = self._nvml
-        with contextlib.suppress(nvml.NVMLError):
-            return {
-                "mhz": nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
-                "watts": nvml.nvmlDeviceGetPowerUsage(self._handle) // 1000,
-                "celsius": nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
-            }
+        nvml.nvmlInit()
+        gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+        return {
+            "mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            "watts": nvml.nvmlDeviceGetPowerUsage(gpu) // 1000,
+            "celsius": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        }
+    except Exception:
         return {}
 
 
@@ -122,9 +108,19 @@ def tell(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def end_orderly(number: int, frame: FrameType | None) -> None:
-    """A signal's handler."""
-    raise KeyboardInterrupt
+def family(pid: int | None = None) -> list[psutil.Process]:
+    """A process, or this one, and its descendants."""
+    first = psutil.Process(pid)
+    return [first, *first.children(recursive=True)]
+
+
+def mebibytes(processes: Iterable[psutil.Process]) -> int:
+    """The memory that processes have now; one that has ended has none."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_info().rss
+    return total >> 20
 
 
 def read_peak(process: int | str = "self") -> int:

@@ -33,15 +33,13 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 
-from benchmarks.common import WORK, Failure, table
+from benchmarks.common import WORK, Failure, family, mebibytes, table
 from examples import proxy
 from examples.client import PATH, Completion, RoutedExpertsError, generate
 from harness import disaggregated, oracle
 from harness.checkpoint import make_checkpoint
 from harness.lines import FIRST, LINES
-from harness.process import Kept
 from harness.server import ServerError
 
 CLIENTS = 6
@@ -148,20 +146,6 @@ class Load:
         return [int(token) for token in rng.integers(4, 700, count)]
 
 
-def tree(process: Kept) -> list[psutil.Process]:
-    """The processes of a server, its keeper first."""
-    keeper = psutil.Process(process.pid)
-    return [keeper, *keeper.children(recursive=True)]
-
-
-def mebibytes(processes: Sequence[psutil.Process]) -> int:
-    total = 0
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
-    return total >> 20
-
-
 def soak(pair: disaggregated.Pair, seconds: float) -> tuple[Load, list[dict[str, Any]]]:
     """Put a pair of engines under load, and wait until they hold nothing.
 
@@ -182,7 +166,7 @@ def soak(pair: disaggregated.Pair, seconds: float) -> tuple[Load, list[dict[str,
                     "t": round(time.monotonic() - began, 1),
                     "answers": load.finished + load.silent,
                     "left": load.left,
-                    "mib": [mebibytes(tree(server)) for server in servers],
+                    "mib": [mebibytes(family(server.pid)) for server in servers],
                 }
             )
             time.sleep(1)
@@ -244,7 +228,7 @@ def run(minutes: float, out: Path, line: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     model = make_checkpoint(out / "checkpoint")
     with disaggregated.running(model, out, disaggregated.nixl, line) as pair:
-        processes = [process for server in (pair.prefill, pair.decode) for process in tree(server)]
+        processes = [*family(pair.prefill.pid), *family(pair.decode.pid)]
         load, lines = soak(pair, 60 * minutes)
         version = json.loads(pair.decode.get("/version"))["version"]
     left = [process for process in processes if process.is_running()]

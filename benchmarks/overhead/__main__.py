@@ -10,8 +10,8 @@ turn of each engine, and of each opt-in mode, with the same prompts in random or
 has the reverse order. Ratios are taken within a round.
 
 Every turn is appended to OUT/records.jsonl; a second run continues there, with the same or other
-engines. OUT/report.md is written at the end, also when time is up or something failed, and with
-`--report-only`. This process needs no vLLM: each engine has its own process.
+engines. OUT/report.md is written at the end, also when time is up or something failed. This
+process needs no vLLM: each engine has its own process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import WORK, Failure, Gpu, Records, command, end_orderly, tell
+from benchmarks.common import WORK, Failure, Records, command, read_gpu, tell
 from benchmarks.overhead.builds import Variant, read_builds, read_variants
 from benchmarks.overhead.engine import Engine, engine_arguments, engine_options, running
-from benchmarks.overhead.loads import Load, loads_of, modes_of
+from benchmarks.overhead.loads import MODES, loads_of
 from benchmarks.overhead.report import write_report
 from harness.shapes import MODELS, model_config
 
@@ -44,15 +44,14 @@ KERNELS_S = 12.0
 
 
 def turns_of(
-    variants: Sequence[Variant], load: Load, modes: Sequence[str], seed: str, number: int
+    variants: Sequence[Variant], modes: Sequence[str], seed: str, number: int
 ) -> list[tuple[int, str]]:
     """The turns of a round, in order: index of the variant and mode. Even rounds go in random
     order, odd ones in the reverse order of the round before."""
     turns = [
         (i, mode)
         for i, variant in enumerate(variants)
-        for mode in modes_of(variant.flag, load)
-        if variant.flag != "opt-in" or mode in modes
+        for mode in (modes if variant.flag == "opt-in" else [variant.flag])
     ]
     random.Random(f"{seed} {number // 2}").shuffle(turns)
     return turns[::-1] if number % 2 else turns
@@ -69,7 +68,6 @@ class Bench:
         self.variants = read_variants(arguments.engine, read_builds(arguments.build))
         self.start_number = len(records.of("start")) + 1
         self.engines: list[Engine] = []
-        self.gpu = Gpu()
         self.on_gpu = False
         # Seconds of the last round by load, and of all rounds since the start.
         self.cost: dict[str, float] = {}
@@ -111,13 +109,12 @@ class Bench:
                 if not arguments.together:
                     began = time.monotonic()
                     engine.tell("start")
+                kind = engine.variant
                 told = engine.hear(max(5.0, self.left()))
-                tell(
-                    f"{engine.variant.name}: {told['vllm']}, ready after "
-                    f"{time.monotonic() - began:.0f} s"
-                )
+                tell(f"{kind.name}: {told['vllm']}, ready after {time.monotonic() - began:.0f} s")
                 self.on_gpu = bool(told["gpu"])
-                started.append(engine.variant.record | told)
+                named = {"name": kind.name, "build": kind.build.name, "flag": kind.flag}
+                started.append(named | told)
             self.records.add(
                 {
                     "kind": "start",
@@ -136,8 +133,7 @@ class Bench:
 
     def round(self, name: str, number: int) -> None:
         """Run one round of a load; round 0 warms up."""
-        load = self.loads[name]
-        turns = turns_of(self.variants, load, self.arguments.modes, name, number)
+        turns = turns_of(self.variants, self.arguments.modes, name, number)
         began = time.monotonic()
         told = []
         for index, mode in turns:
@@ -146,7 +142,6 @@ class Bench:
             before = [e.cpu_seconds() for e in others]
             limit = max(10.0, min(TURN_S, self.left()))
             result = engine.ask("run", limit, load=name, mode=mode, number=number)
-            state = self.gpu.read()
             idle = sum(e.cpu_seconds() - b for e, b in zip(others, before, strict=True))
             self.records.add(
                 {
@@ -159,7 +154,7 @@ class Bench:
                     "mode": mode,
                     **result,
                     "idle_cpu_s": round(idle, 3),
-                    **state,
+                    **read_gpu(),
                 }
             )
             label = engine.variant.name + (f" {mode}" if mode != engine.variant.flag else "")
@@ -199,7 +194,7 @@ class Bench:
             return []
         if flag != "opt-in":
             return [flag]
-        return [mode for mode in ("silent", "all") if mode in self.arguments.modes]
+        return list(self.arguments.modes)
 
     def finish(self) -> None:
         """Record memory, and kernels if there is time. Nothing is timed afterwards: a profiler that
@@ -243,7 +238,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="an engine: flag off, on or opt-in; repeat",
     )
     parser.add_argument(
-        "--model", choices=MODELS, default="qwen3-30b-a3b" if Gpu().there else "tiny", help="shape"
+        "--model", choices=MODELS, default="qwen3-30b-a3b" if read_gpu() else "tiny", help="shape"
     )
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--kv-gib", type=float, default=5.0, help="KV cache of each engine, GiB")
@@ -260,8 +255,8 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--modes",
         type=lambda text: text.split(","),
-        default="silent,tenth,all",
-        help="who asks in opt-in engines",
+        default=",".join(MODES),
+        help="who asks in opt-in engines: no request or every request",
     )
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of each load")
     parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
@@ -271,16 +266,13 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-kernels", dest="kernels", action="store_false", help="do not count them"
     )
-    parser.add_argument(
-        "--report-only", action="store_true", help="rebuild the report, run nothing"
-    )
     arguments = parser.parse_args(words)
     loads = loads_of(arguments.model)
     arguments.loads = arguments.loads or list(loads)
     if unknown := set(arguments.loads) - set(loads):
         parser.error(f"--loads: {', '.join(sorted(unknown))} not of {', '.join(loads)}")
-    if unknown := set(arguments.modes) - {"silent", "tenth", "all"}:
-        parser.error(f"--modes: {', '.join(sorted(unknown))} not of silent, tenth, all")
+    if unknown := set(arguments.modes) - set(MODES):
+        parser.error(f"--modes: {', '.join(sorted(unknown))} not of {', '.join(MODES)}")
     arguments.build = arguments.build or ["patched="]
     arguments.engine = arguments.engine or ["patched:off", "patched:opt-in"]
     try:
@@ -296,10 +288,7 @@ def main() -> int:
     deadline += 60 * arguments.minutes
     arguments.out.mkdir(parents=True, exist_ok=True)
     records = Records(arguments.out / "records.jsonl")
-    if arguments.report_only:
-        print(write_report(records.all, arguments.out))
-        return 0
-    signal.signal(signal.SIGTERM, end_orderly)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     status = 0
     try:
         loads = loads_of(arguments.model)

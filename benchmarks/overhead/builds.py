@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import ROOT
 
@@ -60,11 +59,6 @@ class Variant:
     @property
     def name(self) -> str:
         return f"{self.build.name} {self.flag}"
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What records say of it."""
-        return {"name": self.name, "build": self.build.name, "flag": self.flag}
 
     @property
     def options(self) -> dict[str, bool]:

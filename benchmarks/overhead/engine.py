@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import ROOT, Failure
+from benchmarks.common import ROOT, Failure, family
 from benchmarks.overhead.builds import Variant
 from harness.process import QUIET, Kept
 
@@ -50,13 +50,11 @@ def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
 
 def engine_arguments(text: str) -> dict[str, Any]:
     """For argparse: the arguments of an engine in a JSON object."""
-    try:
+    with contextlib.suppress(ValueError):
         arguments = json.loads(text)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object of engine arguments")
-    return arguments
+        if isinstance(arguments, dict):
+            return arguments
+    raise argparse.ArgumentTypeError(f"{text} is not a JSON object of engine arguments")
 
 
 @contextlib.contextmanager
@@ -123,7 +121,7 @@ class Engine:
         """Processor seconds of all its processes so far."""
         total = 0.0
         with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
+            for process in family(self.process.pid)[1:]:
                 with contextlib.suppress(psutil.Error):
                     times = process.cpu_times()
                     total += times.user + times.system

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The share of requests that ask, in opt-in engines. Other engines have one mode, their flag.
-SHARES: dict[str, float] = {"silent": 0.0, "tenth": 0.1, "all": 1.0}
+# Who asks in opt-in engines: no request or every request. Other engines have one mode, their flag.
+MODES = ("silent", "all")
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,7 @@ class Load:
 
     def asks(self, mode: str) -> list[bool | None]:
         """For each request whether it asks; None in modes that are the flag of the engine."""
-        if mode not in SHARES:
-            return [None] * self.requests
-        every = round(1 / SHARES[mode]) if SHARES[mode] else self.requests + 1
-        return [(i + 1) % every == 0 for i in range(self.requests)]
+        return [mode == "all" if mode in MODES else None] * self.requests
 
     @property
     def text(self) -> str:
@@ -88,10 +85,3 @@ TINY_LOADS: dict[str, Load] = {
 def loads_of(model: str) -> dict[str, Load]:
     """The loads for a model of `harness.shapes`."""
     return TINY_LOADS if model == "tiny" else LOADS
-
-
-def modes_of(flag: str, load: Load) -> list[str]:
-    """Modes of an engine with that flag under that load."""
-    if flag != "opt-in":
-        return [flag]
-    return [mode for mode in SHARES if mode != "tenth" or load.requests >= 10]

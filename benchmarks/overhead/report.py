@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
+from benchmarks.overhead.loads import MODES
 from harness.paired import Estimate, compare
 
 Record = dict[str, Any]
@@ -78,9 +79,8 @@ def in_words(label: Label, engine: Record) -> str:
 def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> list[tuple]:
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
-    With the same build's `off`, or the first build's; `all` and `tenth` with `silent` of their own
-    engine; other builds' `off` with the first one's, or its `silent` if it has none; `on` with the
-    first `all`.
+    With the same build's `off`, or the first build's; `all` with `silent` of its own engine; other
+    builds' `off` with the first one's, or its `silent` if it has none; `on` with the first `all`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
     silent = {
@@ -100,7 +100,7 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
                 found.append((label, first))
             if mode == "on" and first_all:
                 found.append((label, first_all))
-            if mode in ("tenth", "all") and "silent" in modes[engine["name"]]:
+            if mode == "all" and "silent" in modes[engine["name"]]:
                 found.append((label, (engine["name"], "silent")))
     return found
 
@@ -142,7 +142,7 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
     turns = timed(records)
     seen = {(turn["engine"], turn["mode"]): None for turn in records if turn["kind"] == "turn"}
     modes = {e["name"]: [m for name, m in seen if name == e["name"]] for e in engines}
-    order = ["off", "on", "silent", "tenth", "all"]
+    order = ["off", "on", *MODES]
     modes = {name: sorted(found, key=order.index) for name, found in modes.items()}
     found = []
     for load, rounds in turns.items():
@@ -207,54 +207,21 @@ def spreads(records: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
-def tokens_of(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
-    """By load: rounds in which every engine and mode returned the same tokens, and all rounds."""
-    return {
-        load: (
-            sum(
-                len({turn["tokens"] for turn in by_label.values()}) == 1
-                for by_label in rounds.values()
-            ),
-            len(rounds),
-        )
-        for load, rounds in timed(records).items()
-    }
-
-
 def ends_of(records: Sequence[Record]) -> tuple[list[list[str]], list[list[str]]]:
     """Rows of the tables of kernels and of memory, from the last start that has them."""
-    kernels: dict[Label, Record] = {}
-    memory: dict[str, Record] = {}
-    idle: dict[str, int] = {}
+    kernels: dict[Label, list[str]] = {}
+    memory: dict[str, list[str]] = {}
     by_name = {engine["name"]: engine for engine in engines_of(records)}
-    for record in records:
-        if record["kind"] == "end":
-            for name, end in record["engines"].items():
-                memory[name] = end["memory"]
-                for mode, step in end.get("kernels", {}).get("steps", {}).items():
-                    kernels[name, mode] = step
-                    idle[name] = end["kernels"]["idle"]
-    return (
-        [
-            [
-                in_words(label, by_name[label[0]]),
-                f"{step['kernels']:g}",
-                f"{step['copies']:g}",
-                str(idle[label[0]]),
-            ]
-            for label, step in kernels.items()
-        ],
-        [
-            [
-                name,
-                *(
-                    f"{m[key] / 2**30:.2f}" if key in m else ""
-                    for key in ("gpu_allocated", "gpu_reserved", "host")
-                ),
-            ]
-            for name, m in memory.items()
-        ],
-    )
+    ends = [end for r in records if r["kind"] == "end" for end in r["engines"].items()]
+    for name, end in ends:
+        gib = {key: f"{count / 2**30:.2f}" for key, count in end["memory"].items()}
+        memory[name] = [name, *(gib.get(k, "") for k in ("gpu_allocated", "gpu_reserved", "host"))]
+        counted = end.get("kernels", {"steps": {}})
+        for mode, step in counted["steps"].items():
+            numbers = [f"{step[key]:g}" for key in ("kernels", "copies")]
+            label = in_words((name, mode), by_name[name])
+            kernels[name, mode] = [label, *numbers, counted["idle"]]
+    return list(kernels.values()), list(memory.values())
 
 
 def report_text(records: Sequence[Record]) -> str:
@@ -346,11 +313,14 @@ def report_text(records: Sequence[Record]) -> str:
             "On the GPU by torch's allocator, on the host the sum of the processes, GiB.\n",
             table("Engine | GPU, allocated | GPU, reserved | Host", memory),
         ]
-    equal = "; ".join(f"{load} {n} of {of}" for load, (n, of) in tokens_of(records).items())
+    equal = []
+    for load, rounds in timed(records).items():
+        same = [len({turn["tokens"] for turn in r.values()}) == 1 for r in rounds.values()]
+        equal.append(f"{load} {sum(same)} of {len(same)}")
     idle = sum(t["idle_cpu_s"] for t in turns) / sum(t["seconds"] for t in turns)
     parts += [
         "## Checks\n",
-        f"- Rounds in which every engine and mode returned the same tokens: {equal}.\n"
+        f"- Rounds in which every engine and mode returned the same tokens: {'; '.join(equal)}.\n"
         f"- Engines that wait use {100 * idle:.2f} % of one core together.\n"
         "- Every request that asked got a row for every token but the last; no other got any.\n",
     ]

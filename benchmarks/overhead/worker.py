@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from benchmarks.common import read_peak
-from benchmarks.overhead.loads import SHARES, Load, loads_of
+from benchmarks.common import family, read_peak
+from benchmarks.overhead.loads import MODES, Load, loads_of
 from benchmarks.overhead.probe import kernels_of_a_step
 from harness.shapes import model_config, write_model
 
@@ -118,7 +117,7 @@ class Engine:
         prompts = what.first_prompts(key, self.vocab)
         later = [what.later_tokens(f"{key} {turn}", self.vocab) for turn in range(1, what.turns)]
         # Warms the GPU and the caches after the turn of another engine.
-        self._generate([[11] * 256], [None if mode not in SHARES else False], 8)
+        self._generate([[11] * 256], [False if mode in MODES else None], 8)
         # Every round begins with an empty prefix cache: engines take turns with the same prompts.
         self.llm.collective_rpc("probe_settle")
         self._forget()
@@ -166,8 +165,7 @@ class Engine:
 
     def memory(self) -> dict[str, Any]:
         """Peak bytes on the GPU, and in the host's memory, summed over the processes."""
-        me = psutil.Process()
-        host = sum(read_peak(process.pid) for process in [me, *me.children(recursive=True)])
+        host = sum(read_peak(process.pid) for process in family())
         return {"host": host, **self.llm.collective_rpc("probe_memory")[0]}
 
     def kernels(self, modes: list[str]) -> dict[str, Any]:

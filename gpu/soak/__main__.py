@@ -34,18 +34,12 @@ from gpu.soak.engine import FAULT_SECONDS, UNFINISHED
 from harness import hosts
 from harness.paired import compare
 from harness.process import free_port
-from harness.shapes import GPT_OSS, model_config
+from harness.shapes import model_config, write_model
 
 # How long an engine may take from its start to its first step.
 START_SECONDS = 240.0
-
-
-def shape(model: str, layers: int) -> dict[str, Any]:
-    if model == "gptoss":
-        kinds = ["sliding_attention", "full_attention"] * layers
-        return {**GPT_OSS, "num_hidden_layers": layers, "layer_types": kinds[:layers]}
-    # Tiny: to test the program without a GPU.
-    return model_config("tiny" if model == "tiny" else "qwen3-30b-a3b", layers)
+# Tiny: to test the program without a GPU.
+SHAPES = {"qwen3": "qwen3-30b-a3b", "gptoss": "gpt-oss-20b", "tiny": "tiny"}
 
 
 def layout(gpus: int, tp: int) -> str:
@@ -57,9 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     count = arguments.gpus // arguments.tp
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         scratch = Path(folder)
-        config = shape(arguments.model, arguments.layers)
-        (scratch / "model").mkdir()
-        (scratch / "model" / "config.json").write_text(json.dumps(config))
+        shape = (SHAPES[arguments.model], arguments.layers)
         options: dict[str, Any] = {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -106,16 +98,15 @@ def run(arguments: argparse.Namespace) -> int:
             limit_s = 60 * arguments.limit_minutes
         specs = [
             {
-                "model": scratch / "model",
+                "model": write_model(scratch / "model", *shape),
                 "options": options,
                 "rank": rank,
                 "ranks": count,
                 "devices": list(range(rank * arguments.tp, (rank + 1) * arguments.tp)),
                 "scratch": folder,
                 "seconds": 60 * arguments.minutes,
-                "vocabulary": config["vocab_size"],
+                "vocabulary": model_config(*shape)["vocab_size"],
                 "flag": arguments.flag,
-                "asks": arguments.flag != "off",
             }
             for rank in range(count)
         ]
@@ -166,7 +157,7 @@ def main() -> int:
     parser.add_argument("run", choices=["run"], help="one build, one model")
     parser.add_argument("--build-label", required=True, help="for the record, e.g. pristine")
     parser.add_argument("--flag", choices=["on", "off", "opt-in"], default="on")
-    parser.add_argument("--model", choices=["qwen3", "gptoss", "tiny"], default="qwen3")
+    parser.add_argument("--model", choices=SHAPES, default="qwen3")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="GPUs of each engine")
     parser.add_argument("--layers", type=int, default=12)

@@ -7,7 +7,6 @@ python -m gpu.soak.engine SPEC.json
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import statistics
 import sys
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import family, mebibytes
 from gpu.soak import stacks
 from harness import hosts
 
@@ -87,7 +87,7 @@ class Load:
             wanted = self.wanted.pop(output.request_id)
             rows = 0 if completion.routed_experts is None else len(completion.routed_experts)
             self.rows += rows
-            self.bad += self.spec["asks"] and rows != (wanted if self.asks else 0)
+            self.bad += self.spec["flag"] != "off" and rows != (wanted if self.asks else 0)
 
     def drain(self) -> None:
         while self.wanted:
@@ -101,8 +101,6 @@ class Load:
 
 
 def record_seconds(load: Load, stop: threading.Event, file: Path, phase: list[str]) -> None:
-    import psutil
-
     try:
         import pynvml
 
@@ -110,18 +108,11 @@ def record_seconds(load: Load, stop: threading.Event, file: Path, phase: list[st
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in load.spec["devices"]]
     except Exception:
         gpus = []
-    me = psutil.Process()
     began = time.monotonic()
     before = (0, 0, 0)
     with file.open("w") as out:
         while not stop.wait(1.0):
             counts = (load.finished, load.tokens, load.steps)
-            # Shared memory of the pinned release counts once per process that maps it. Unique
-            # memory would not, but takes much longer to read.
-            rss = 0
-            for process in (me, *me.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    rss += process.memory_info().rss
             gap, load.gap = load.gap, 0.0
             if load.wanted:
                 gap = max(gap, time.monotonic() - load.last_step)
@@ -132,7 +123,9 @@ def record_seconds(load: Load, stop: threading.Event, file: Path, phase: list[st
                 "tokens": counts[1] - before[1],
                 "steps": counts[2] - before[2],
                 "longest_gap_s": round(gap, 4),
-                "rss_mb": rss >> 20,
+                # Shared memory of the pinned release counts once per process that maps it. Unique
+                # memory would not, but takes much longer to read.
+                "rss_mb": mebibytes(family()),
                 "gpu_mb": sum(pynvml.nvmlDeviceGetMemoryInfo(g).used >> 20 for g in gpus) or None,
             }
             before = counts
@@ -259,7 +252,7 @@ def run_engine(spec: dict[str, Any]) -> None:
         )
         meet(scratch, f"wave{number}", spec)
     summary["waves"] = waves
-    if spec["asks"] and all(llm.collective_rpc("delay_copies", args=(DELAY_MS,))):
+    if spec["flag"] != "off" and all(llm.collective_rpc("delay_copies", args=(DELAY_MS,))):
         meet(scratch, "delayed", spec)
         phase[0] = "late copies"
         run_for(FAULT_SECONDS, "late_copies")

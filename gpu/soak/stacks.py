@@ -16,6 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks.common import family
+
 LATE_S = 0.25
 # A CPU that rehearses is late in every step.
 MOST = 20
@@ -47,9 +51,6 @@ def watch(get_start: Callable[[], float | None], stop: threading.Event, path: Pa
         stop: Ends the function.
         path: The file of `register()`.
     """
-    import psutil
-
-    me = psutil.Process()
     dumped: set[float] = set()
     with path.open("a", buffering=1) as file:
         while not stop.wait(0.02) and len(dumped) < MOST:
@@ -57,7 +58,7 @@ def watch(get_start: Callable[[], float | None], stop: threading.Event, path: Pa
             if start is None or start in dumped or time.monotonic() - start < LATE_S:
                 continue
             dumped.add(start)
-            for process in (me, *me.children(recursive=True)):
+            for process in family():
                 with contextlib.suppress(psutil.Error):
                     name = " ".join(process.cmdline()).strip()[-80:]
                     if not _catches_signal(process.pid):
