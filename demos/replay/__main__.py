@@ -101,13 +101,12 @@ def _compare(args: argparse.Namespace, console: Console) -> None:
             trained.append(trainers.read(out, name))
         else:
             console.print(f"[bold]not run[/]     with_{name}: `make replay` needs {python}")
-    gain = mismatch.nearer(first.plain, first.replayed)
-    result = report.Result(
-        completions, args.router_std, control, first.plain, first.replayed, gain, trained
-    )
+    result = report.Result(completions, args.router_std, control, trained)
+    title = "Distance of a trainer's log-probs from the server's, "
+    title += f"{control.deltas.size:,} sampled tokens"
     console.print()
-    console.print(report.table(result))
-    console.print(report.trainers_table(result))
+    console.print(report.table(title, *report.ways(result)))
+    console.print(report.table("Every trainer", *report.trainers(result)))
     console.print(f"[bold]{report.verdict(result)}[/]")
     record_file.write_text(report.record(result))
     with console.status("drawing"):
@@ -116,7 +115,7 @@ def _compare(args: argparse.Namespace, console: Console) -> None:
     if faults := report.faults(result):
         raise Failure("; ".join(faults))
     console.print(
-        f"[bold green]PASSED[/]  replay is {gain} times nearer to the server's log-probs "
+        f"[bold green]PASSED[/]  replay is {first.gain} times nearer to the server's log-probs "
         f"({time.monotonic() - began:.0f} s)"
     )
 

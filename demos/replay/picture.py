@@ -15,7 +15,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 
-from demos.replay.mismatch import Mismatch, nearer
+from demos.replay.mismatch import Mismatch
 from demos.replay.report import Result
 from demos.rows.picture import FAINT, INK, PAPER, SOFT, STYLE
 
@@ -30,13 +30,13 @@ def draw(path: Path, result: Result) -> None:
         path: the file; its folder exists.
         result: what to show; the close-up is of its first completion.
     """
-    plain, replayed = result.plain, result.replayed
+    plain, replayed = result.first.plain, result.first.replayed
     layers = plain.differs[0].shape[1]
     width, left, right = 15.0, 0.065, 0.975
     # Heights in inches, from the top.
     title, clouds, gap, stems, strip, foot = 1.75, 3.7, 1.35, 2.0, 0.2 * layers, 0.65
     every = 0.42 * len(result.trained)
-    height = title + clouds + gap + stems + strip + foot + (every and every + gap)
+    height = title + clouds + gap + stems + strip + gap + every + foot
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), dpi=120, facecolor=PAPER)
 
@@ -48,13 +48,13 @@ def draw(path: Path, result: Result) -> None:
 
         figure.text(
             left, 1 - 0.4 / height, "Replaying the server's routes brings a trainer "
-            f"{result.gain.times:.1f} times nearer", size=21, weight="bold", va="center",
+            f"{result.first.gain.times:.1f} times nearer", size=21, weight="bold", va="center",
         )  # fmt: skip
         figure.text(
             left, 1 - 0.92 / height, f"{plain.deltas.size:,} tokens that vLLM sampled in float32 "
             f"from a small random Qwen3-MoE, and the log-probs that transformers gives "
             f"them in bfloat16.\nMean distance {plain.mean:.4f} without replay, "
-            f"{replayed.mean:.4f} with it (times nearer: {result.gain}, 95 % interval). "
+            f"{replayed.mean:.4f} with it (times nearer: {result.first.gain}, 95 % interval). "
             f"In float32 it is {result.control.mean:.0e} without replay.",
             size=11, color=SOFT, va="center", linespacing=1.5,
         )  # fmt: skip
@@ -64,8 +64,7 @@ def draw(path: Path, result: Result) -> None:
         _tails(axes(title, clouds, 0.72, 1), plain, replayed)
         _stems(axes(title + clouds + gap, stems), result)
         _strip(axes(title + clouds + gap + stems + 0.08, strip), result)
-        if result.trained:
-            _trainers(axes(height - foot - every, every, 0.14), result)
+        _trainers(axes(height - foot - every, every, 0.14), result)
         figure.savefig(path, facecolor=PAPER)
         plt.close(figure)
 
@@ -73,12 +72,13 @@ def draw(path: Path, result: Result) -> None:
 def _cloud(axis: Axes, result: Result, way: Mismatch, limit: float) -> None:
     """Every sampled token: the difference over the server's log-prob, in colour where routes
     differ."""
-    replayed = way is result.replayed
+    replayed = way is result.first.replayed
+    colour = REPLAYED if replayed else OWN
     x = np.concatenate([c.logprobs for c in result.completions])
     parts = [_routed_otherwise(result, i).any(axis=1) for i in range(len(result.completions))]
     marked = np.concatenate(parts)
-    for part, colour, size in ((~marked, "#aab4be", 5), (marked, _colour(replayed), 9)):
-        axis.scatter(x[part], way.deltas[part], s=size, color=colour, alpha=0.55, linewidth=0)
+    for part, tone, size in ((~marked, "#aab4be", 5), (marked, colour, 9)):
+        axis.scatter(x[part], way.deltas[part], s=size, color=tone, alpha=0.55, linewidth=0)
     axis.axhline(0, color=INK, linewidth=0.8, zorder=0)
     axis.set_ylim(-limit, limit)
     axis.set_xlabel("the server's log-prob of a sampled token")
@@ -87,7 +87,7 @@ def _cloud(axis: Axes, result: Result, way: Mismatch, limit: float) -> None:
     else:
         axis.set_ylabel("trainer's log-prob less the server's")
     heading = "A trainer with the server's routes" if replayed else "A trainer with its own routes"
-    _heading(axis, heading, _colour(replayed))
+    _heading(axis, heading, colour)
     axis.text(
         0.02, 0.02, f"in colour: {100 * marked.mean():.0f} % of the tokens, which the trainer\n"
         f"by itself would route otherwise", transform=axis.transAxes, color=SOFT, size=9,
@@ -97,10 +97,10 @@ def _cloud(axis: Axes, result: Result, way: Mismatch, limit: float) -> None:
 
 def _tails(axis: Axes, plain: Mismatch, replayed: Mismatch) -> None:
     """The share of tokens whose distance is greater than each value."""
-    for way in (plain, replayed):
+    for way, colour in ((plain, OWN), (replayed, REPLAYED)):
         sizes = np.sort(np.abs(way.deltas))
         share = 100 * (1 - np.arange(len(sizes)) / len(sizes))
-        axis.plot(sizes, share, color=_colour(way is replayed), linewidth=2.2)
+        axis.plot(sizes, share, color=colour, linewidth=2.2)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(1e-3, 1.3 * float(np.abs(plain.deltas).max()))
@@ -115,8 +115,9 @@ def _tails(axis: Axes, plain: Mismatch, replayed: Mismatch) -> None:
 def _stems(axis: Axes, result: Result) -> None:
     """The difference at each sampled token of the first completion, both ways."""
     tokens = np.arange(len(result.completions[0].token_ids))
-    for way, shift in ((result.plain, -0.17), (result.replayed, 0.17)):
-        axis.bar(tokens + shift, way.delta[0], width=0.34, color=_colour(way is result.replayed))
+    first = result.first
+    for way, colour, shift in ((first.plain, OWN, -0.17), (first.replayed, REPLAYED, 0.17)):
+        axis.bar(tokens + shift, way.delta[0], width=0.34, color=colour)
     axis.axhline(0, color=INK, linewidth=0.8)
     axis.set_xlim(-0.7, len(tokens) - 0.3)
     axis.set_ylabel("trainer's log-prob\nless the server's")
@@ -155,13 +156,12 @@ def _strip(axis: Axes, result: Result) -> None:
 def _trainers(axis: Axes, result: Result) -> None:
     """The mean distance of each trainer with its interval, both ways."""
     for place, trainer in enumerate(result.trained):
-        for way in (trainer.plain, trainer.replayed):
+        for way, colour in ((trainer.plain, OWN), (trainer.replayed, REPLAYED)):
             low, high = way.interval
-            colour = _colour(way is trainer.replayed)
             axis.plot([low, high], [place, place], color=colour, linewidth=3, alpha=0.45)
             axis.plot(way.mean, place, "o", color=colour, markersize=7)
         axis.annotate(
-            f"{nearer(trainer.plain, trainer.replayed)} times nearer", (1, place),
+            f"{trainer.gain} times nearer", (1, place),
             (-4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
             ha="right", va="center", color=SOFT, size=10,
         )  # fmt: skip
@@ -178,11 +178,7 @@ def _routed_otherwise(result: Result, index: int) -> npt.NDArray[np.bool_]:
     """(O, M) for one completion: where the trainer's own choice differs in the pass that
     gives a sampled token's log-prob, which is that of the token before."""
     completion = result.completions[index]
-    return result.plain.differs[index][len(completion.prompt) - 1 - completion.start :]
-
-
-def _colour(replayed: bool) -> str:
-    return REPLAYED if replayed else OWN
+    return result.first.plain.differs[index][len(completion.prompt) - 1 - completion.start :]
 
 
 def _heading(axis: Axes, heading: str, colour: str = INK) -> None:

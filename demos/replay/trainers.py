@@ -12,13 +12,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from demos.replay import mismatch
-from demos.replay.mismatch import BATCH, Gradients, Mismatch, Replaying
+from demos.replay.mismatch import BATCH, Gain, Gradients, Mismatch, Replaying
 from examples.client import Completion
 from examples.replay import OWN, pad_routes
 
@@ -42,6 +43,11 @@ class Trained:
     replayed: Mismatch
     own_gradients: float
     gradients: float
+
+    @cached_property
+    def gain(self) -> Gain:
+        """How many times nearer `replayed` is."""
+        return mismatch.nearer(self.plain, self.replayed)
 
 
 def load(checkpoint: Path, dtype: torch.dtype) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from demos.replay import mismatch, report
+from demos.replay import mismatch, report, trainers
 from examples.client import Completion
 from examples.replay import OWN, ReplayError, pad_routes, replay
 from harness.families import FAMILIES, find
@@ -371,12 +371,12 @@ def make_result(scale: float, control: float) -> report.Result:
         mismatch.Mismatch(values, differs)
         for values in (delta, [scale * d for d in noise], [control * d for d in delta])
     )
-    gain = mismatch.nearer(plain, replayed)
-    return report.Result([], 0.1, exact, plain, replayed, gain)
+    trained = trainers.Trained("plain", plain, replayed, own_gradients=1.0, gradients=0.0)
+    return report.Result([], 0.1, exact, [trained])
 
 
 def test_interval_holds_the_true_ratio() -> None:
-    gain = make_result(0.5, 0.0).gain
+    gain = make_result(0.5, 0.0).first.gain
     assert 1.8 < gain.low < 2 < gain.high < 2.2
 
 
