@@ -21,6 +21,7 @@ import collections
 import contextlib
 import faulthandler
 import logging
+import queue
 import random
 import sys
 import threading
@@ -64,43 +65,27 @@ class Stream:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.work: collections.deque[Callable[[], object]] = collections.deque()
-        self.condition = threading.Condition()
-        self.busy = False
-        self.closed = False
+        self.work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def launch(self, work: Callable[[], object]) -> None:
-        with self.condition:
-            self.work.append(work)
-            self.condition.notify_all()
+        self.work.put(work)
 
     def synchronize(self) -> None:
-        with self.condition:
-            self.condition.wait_for(lambda: not (self.work or self.busy) or self.closed)
+        self.work.join()
 
     def close(self) -> None:
-        with self.condition:
-            self.closed = True
-            self.condition.notify_all()
+        self.work.put(None)
 
     def _run(self) -> None:
-        while True:
-            with self.condition:
-                self.busy = False
-                self.condition.notify_all()
-                self.condition.wait_for(lambda: self.work or self.closed)
-                if self.closed:
-                    return
-                self.busy = True
-                work = self.work.popleft()
+        while (work := self.work.get()) is not None:
             pause(self.rng)
             try:
                 work()
             except BaseException as error:
                 self.error = self.error or error
+            self.work.task_done()
 
 
 class Event:
