@@ -62,7 +62,7 @@ class Records:
         return [record for record in self.all if record["kind"] == kind]
 
     def begin(self, setup: dict[str, Any]) -> None:
-        """Write the setup, or see that it is the one that is there.
+        """Write the setup, or check that the records have the same setup.
 
         Raises:
             Failure: the records are of another setup.

@@ -5,9 +5,9 @@
         --build patched=env-patched.sh --engine patched:off --engine patched:opt-in
 
 There is one engine for each BUILD:FLAG, all at once on one GPU. Two builds with the same place
-show how much engines of one kind differ. Only one runs at a time: a round of a load is a
-turn of each engine, and of each opt-in mode, with the same prompts in random order; the next round
-has the reverse order. Ratios are taken within a round.
+show how much engines of one kind differ. Only one engine runs at a time. In a round of a load, each
+engine and each opt-in mode has a turn with the same prompts, in random order. The next round has
+the reverse order. Ratios are taken within a round.
 
 Every turn is appended to OUT/records.jsonl; a second run continues there, with the same or other
 engines. OUT/report.md is written at the end, also when time is up or something failed. This
