@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where pinned files come from: downloads, wheelhouses, a submodule; what is refused."""
 
-import fcntl
 import hashlib
-import os
 import shutil
 import tarfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.tools.toy import TREE, Toy, git, write_files, write_pin
-from tools.common.pin import Project
-from tools.source.fetch import fetch
 
 
 @dataclass
@@ -25,9 +21,8 @@ class Index:
 
     name: str
     data: bytes
-    ranges: bool = True
     cut: int | None = None  # close the connection after so many bytes
-    asked: list[str | None] = field(default_factory=list)  # the Range of each request for the file
+    asked: int = 0  # how often for the file
 
 
 def handler(index: Index) -> type[BaseHTTPRequestHandler]:
@@ -36,25 +31,14 @@ def handler(index: Index) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_GET(self) -> None:
-            if not self.path.endswith(index.name):
-                page = f'<html><body><a href="/{index.name}">{index.name}</a></body></html>'
-                self.answer(200, page.encode(), "text/html")
-                return
-            wanted = self.headers.get("Range")
-            index.asked.append(wanted)
-            if wanted and index.ranges:
-                start = int(wanted.removeprefix("bytes=").removesuffix("-"))
-                self.answer(206, index.data[start:], "application/gzip", start)
-            else:
-                self.answer(200, index.data, "application/gzip")
-
-        def answer(self, status: int, data: bytes, kind: str, start: int | None = None) -> None:
-            self.send_response(status)
+            page = f'<html><body><a href="/{index.name}">{index.name}</a></body></html>'
+            data, kind = page.encode(), "text/html"
+            if self.path.endswith(index.name):
+                data, kind = index.data, "application/gzip"
+                index.asked += 1
+            self.send_response(200)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
-            if start is not None:
-                end = len(index.data) - 1
-                self.send_header("Content-Range", f"bytes {start}-{end}/{len(index.data)}")
             self.end_headers()
             self.wfile.write(data if kind == "text/html" else data[: index.cut])
 
@@ -76,86 +60,26 @@ def index(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     thread.join(10)
 
 
-def part_of(toy: Toy) -> Path:
-    return toy.downloads / f".{toy.archive.name}.part"
-
-
 # --- downloads ------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_download_continues_where_it_stopped(empty: Toy, index: Index) -> None:
-    index.cut = 100
-    error = empty.refuse("source", "fetch")
-    assert "a download failed" in error
-    assert "continues at byte 100" in error
-    assert part_of(empty).read_bytes() == index.data[:100]
-    assert not empty.archive.exists()
-    index.cut = None
-    done = empty.run("source", "fetch")
-    assert index.asked == [None, "bytes=100-"]
-    assert empty.archive.read_bytes() == index.data
-    assert not part_of(empty).exists()
-    digest = hashlib.sha256(index.data).hexdigest()
-    assert done.out == f"source: the source archive {index.name}, sha256 {digest}\n"
-    assert f"{len(index.data)}/{len(index.data)} bytes" in done.err  # each byte is counted once
-
-
-@pytest.mark.parametrize(
-    ("part", "ranges", "asked", "refused"),
-    [
-        (70, False, ["bytes=70-"], False),  # a server that sends the whole file again
-        (0, True, [None], False),
-        (-70, True, ["bytes=70-", None], True),  # the beginning of another file
-        (-1, True, [None], False),  # another file as long
-    ],
-)
-def test_what_lies_there_already_is_used_or_discarded(
-    empty: Toy, index: Index, part: int, ranges: bool, asked: list[str | None], refused: bool
-) -> None:
-    index.ranges = ranges
-    other = b"x" * (len(index.data) if part == -1 else 70)
-    part_of(empty).write_bytes(index.data[:part] if part >= 0 else other)
-    if refused:
-        assert "not the pinned one" in empty.refuse("source", "fetch")
-        assert not part_of(empty).exists()
-    empty.do("source", "fetch")
-    assert index.asked == asked
-    assert empty.archive.read_bytes() == index.data
-
-
-def test_an_index_with_other_bytes_or_without_the_file_leaves_nothing(
+def test_what_is_not_the_whole_pinned_file_is_refused_and_leaves_nothing(
     empty: Toy, index: Index
 ) -> None:
-    before = set(empty.downloads.iterdir())
-    index.data = b"not the release"
+    before, right, name = set(empty.downloads.iterdir()), index.data, index.name
+    index.cut = 100
+    assert "a download failed" in empty.refuse("source", "fetch")
+    index.cut, index.data = None, b"not the release"
     assert "not the pinned one" in empty.refuse("source", "fetch")
     index.name = "vllm-1.tar.gz"
     assert "does not have the pinned file" in empty.refuse("source", "fetch")
     assert set(empty.downloads.iterdir()) == before
-
-
-def test_two_processes_download_a_file_once(empty: Toy, index: Index) -> None:
-    project = Project(empty.root)
-    other = os.open(empty.downloads, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    thread = threading.Thread(target=fetch, args=(project.pin.source, project))
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    empty.archive.write_bytes(index.data)  # what the other process does at its end
-    os.close(other)
-    thread.join(30)
-    assert not thread.is_alive()
-    assert index.asked == []
-
-
-def test_a_full_disk_is_noticed_before_the_download(
-    empty: Toy, index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(empty.root)._replace(free=1000)
-    monkeypatch.setattr("tools.source.fetch.shutil.disk_usage", lambda path: usage)
-    assert "not enough free disk space" in empty.refuse("source", "fetch")
-    assert index.asked == []
+    index.name, index.data = name, right
+    done = empty.run("source", "fetch")
+    assert empty.archive.read_bytes() == right
+    digest = hashlib.sha256(right).hexdigest()
+    assert done.out == f"source: the source archive {name}, sha256 {digest}\n"
+    assert f"{len(right)}/{len(right)} bytes" in done.err
 
 
 # --- wheelhouses and files that are there ---------------------------------------------------------
@@ -213,7 +137,7 @@ def test_offline_asks_no_index(empty: Toy, index: Index) -> None:
     empty.do("series", "apply", "--pristine")
     shutil.rmtree(empty.downloads)
     refused("wheel", "build", "--variant", "cuda")
-    assert index.asked == []
+    assert index.asked == 0
 
 
 # --- the archive ----------------------------------------------------------------------------------

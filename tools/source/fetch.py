@@ -2,32 +2,25 @@
 """Pinned files, from a wheelhouse or downloaded; the source, from a submodule or the archive."""
 
 import argparse
-import fcntl
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tools.common.cli import ToolError, add_downloads
-from tools.common.files import digest_of
+from tools.common.files import digest_of, replacing
 from tools.common.git import Git
 from tools.common.pin import PinnedFile, Project
-from tools.source.index import CHECK_NETWORK, Index
+from tools.source.index import CHECK_NETWORK, Index, explained
 
-EXAMPLE = "--wheelhouse /media/wheels --offline"
 declare = add_downloads
-_SPARE = 64 << 20  # bytes that must stay free beside the file itself
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Get the pinned source, and print which it is. Uses the submodule if the line has one and it
     is checked out, else the archive: from the wheelhouse, from build/downloads, or downloaded
-    there. An interrupted download continues where it stopped. PIP_INDEX_URL names another package
-    index."""
+    there. PIP_INDEX_URL names another package index."""
     print(f"source: {fetch_source(project)}")
 
 
@@ -72,14 +65,6 @@ def check_file(path: Path, pinned: PinnedFile, next_step: str | None = None) -> 
         raise ToolError(what, path, expected, found, step)
 
 
-def need_space(directory: Path, size: int) -> None:
-    """Refuse to write a file that does not fit on the disk."""
-    free, need = shutil.disk_usage(directory).free, size + _SPARE
-    if free < need:
-        what, step = "not enough free disk space", "free some space, then run the command again"
-        raise ToolError(what, directory, f"{need} bytes", f"{free} bytes", step)
-
-
 def fetch(pinned: PinnedFile, project: Project) -> Path:
     """The pinned file: from the wheelhouse, from an earlier download, or downloaded now."""
     places = [place for place in (project.wheelhouse, project.downloads) if place]
@@ -94,62 +79,16 @@ def fetch(pinned: PinnedFile, project: Project) -> Path:
         raise ToolError(what, " or ".join(map(str, places)), expected, next_step=step)
     target = project.downloads / pinned.filename
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{pinned.filename}.part")
-    with _alone(target.parent):
-        if target.exists():  # another process had the lock, and was faster
-            check_file(target, pinned)
-            return target
+    with replacing(target) as partial:
         _download(pinned, partial)
-        try:
-            check_file(partial, pinned, "nothing was kept; try another index: PIP_INDEX_URL=...")
-        except ToolError:
-            partial.unlink()
-            raise
-        partial.replace(target)
+        partial.flush()
+        step = "nothing was kept; try another index: PIP_INDEX_URL=..."
+        check_file(Path(partial.name), pinned, step)
     return target
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """One process at a time downloads into a directory; the others wait."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _download(pinned: PinnedFile, partial: Path) -> None:
-    """Download what an interrupted run left out of ``partial``, with a bar on standard error."""
-    have = _size(partial) if _size(partial) < pinned.size else 0
-    need_space(partial.parent, pinned.size - have)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    try:
-        with (
-            _opened(pinned, have) as (start, chunks),
-            partial.open("ab" if start else "wb") as out,
-            Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar,
-        ):
-            task = bar.add_task(pinned.filename, total=pinned.size, completed=start)
-            for chunk in chunks:
-                out.write(chunk)
-                bar.advance(task, len(chunk))
-    except (OSError, ToolError):
-        raise
-    except Exception as error:  # every transport has its own errors
-        said, at = f"{type(error).__name__}: {error}", _size(partial)
-        step = f"{CHECK_NETWORK}, then run the command again: it continues at byte {at}"
-        raise ToolError("a download failed", pinned.filename, found=said, next_step=step) from error
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-@contextmanager
-def _opened(pinned: PinnedFile, skip: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """Where the bytes begin, at ``skip`` or at 0 where a server cannot skip, and the bytes."""
+def _download(pinned: PinnedFile, out: IO[bytes]) -> None:
+    """Write what the index has under the name of a pinned file, with a bar on standard error."""
     index = Index()
     # The digest decides, so any mirror will do.
     offered = {file.link.filename: file.link for file in index.files(pinned.distribution)}
@@ -157,11 +96,15 @@ def _opened(pinned: PinnedFile, skip: int) -> Iterator[tuple[int, Iterator[bytes
     if link is None:
         what = f"the package index does not have the pinned file {pinned.filename}"
         raise ToolError(what, f"distribution {pinned.distribution}", next_step=CHECK_NETWORK)
-    headers = {"Accept-Encoding": "identity"}  # half of a compressed answer is useless
-    if skip:
-        headers["Range"] = f"bytes={skip}-"
-    with index.finder.session.get_stream(link.normalized, headers=headers) as response:
+    plain = {"Accept-Encoding": "identity"}  # the file's own bytes
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with (
+        explained("a download failed", pinned.filename),
+        index.finder.session.get_stream(link.normalized, headers=plain) as response,
+        Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar,
+    ):
         response.raise_for_status()
-        partly = response.headers.get("Content-Range", "").startswith(f"bytes {skip}-")
-        # Unbuffered: a chunk that is not full yet would be lost with the connection.
-        yield skip if partly else 0, response.iter_bytes()
+        task = bar.add_task(pinned.filename, total=pinned.size)
+        for chunk in response.iter_bytes():
+            out.write(chunk)
+            bar.advance(task, len(chunk))

@@ -18,7 +18,7 @@ CHECK_NETWORK = "check the network and PIP_INDEX_URL"
 
 
 @contextmanager
-def _explained(what: str, where: str) -> Iterator[None]:
+def explained(what: str, where: str) -> Iterator[None]:
     """Raise any error of the transport, which has many classes, as a ToolError."""
     try:
         yield
@@ -39,7 +39,7 @@ class Index:
     def files(self, distribution: str) -> list[Package]:
         """Every file of a distribution; an index without it, or without an answer, is an error."""
         where = f"distribution {distribution}"
-        with _explained("the package index did not answer", where):
+        with explained("the package index did not answer", where):
             packages = list(self.finder.find_all_packages(distribution, allow_yanked=True))
         if not packages:
             what = "the package index has no such distribution, or did not answer"
@@ -52,7 +52,7 @@ class Index:
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
             what, step = "the package index states no sha256 of a file", "name another index"
             raise ToolError(what, file.link.filename, next_step=f"{step}: PIP_INDEX_URL=...")
-        with _explained("the package index does not say how large a file is", file.link.filename):
+        with explained("the package index does not say how large a file is", file.link.filename):
             if file.link.is_file:
                 size = file.link.file_path.stat().st_size
             else:
