@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import Toy, add_series, make_toy
-from tests.tools.upstream import Index, configure, make_index
+from tests.tools.upstream import Index, make_index
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +37,3 @@ def index(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     index = make_index(tmp_path / "index", toy)
     monkeypatch.setenv("PIP_INDEX_URL", index.url)
     return index
-
-
-@pytest.fixture
-def person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody whom git knows."""
-    configure(tmp_path, monkeypatch, "Ada Person", "ada@people.org")

@@ -2,27 +2,24 @@
 """Patches as branches that a person can send to vLLM, and the text of each pull request."""
 
 import argparse
-import os
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
-from email.utils import parseaddr
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.common.cli import Problems, ToolError, add_flag, add_path, count, tell
+from tools.common.cli import Problems, ToolError, count
 from tools.common.files import replace_all
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
-from tools.series.patch import OWN_HEADER, PROJECT_NAME, Patch
+from tools.series.patch import OWN_HEADER, Patch
 from tools.series.series import Series, choose, read_series, with_needs
 from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
 from tools.upstream.testrun import is_test_file
 
-EXAMPLE = "count-rows --clone ../vllm --onto origin/main"
 _SENDABLE = ("Pending", "Submitted")
 # A header's next lines begin with a blank.
 _OWN_HEADERS = re.compile(rf"^{OWN_HEADER.pattern}.*(?:\n[ \t].*)*\n?", re.MULTILINE)
@@ -30,15 +27,7 @@ _TRAILER = re.compile(r"^[A-Z][A-Za-z-]+-by: .*\n?", re.MULTILINE)
 # Names that RFC 2606 and 6761 set aside: nobody reads mail there.
 _RESERVED = re.compile(r"(.*\.)?(example(\.\w+)?|invalid|test|localhost|local)", re.IGNORECASE)
 _SIGNED_BY_NOBODY = re.compile(rf"^Signed-off-by: .*@{_RESERVED.pattern}>[ \t]*\n?", re.M | re.I)
-_NOBODY = {"", "root", "user", "nobody", "unknown", "your name", "you", PROJECT_NAME.lower()}
 _TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
-_RULES = ("AGENTS.md", "CONTRIBUTING.md", "docs/contributing/README.md")
-_BEFORE = """\
-Before you push a branch:
-  - read every changed line, so that you can defend it,
-  - look for issues and pull requests that do the same,
-  - run the test plan, and fill in the dots of the text,
-  - say where AI helped."""
 _REQUEST = """\
 <!-- A draft on {label}. Nothing was sent: read every line, fill in the dots, then
      send it yourself. Remove this comment. -->
@@ -73,7 +62,7 @@ vllm-project/vllm --state open --search "{keywords}"` found)
 
 
 class Base(NamedTuple):
-    """Where branches start: a commit, and the repository that gets them."""
+    """Where branches start: a commit of a clone, which gets them."""
 
     git: Git
     commit: str
@@ -81,86 +70,48 @@ class Base(NamedTuple):
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    which = "which (default: all that are Pending)"
-    parser.add_argument("patches", nargs="*", metavar="PATCH", help=which)
-    add_path(parser, "--clone", "your clone of vLLM: it gets the branches")
-    parser.add_argument("--onto", metavar="REF", help="where they start, in the clone")
+    parser.add_argument("patches", nargs="+", metavar="PATCH", help="of the series")
+    text = "your clone of vLLM: it gets the branches"
+    parser.add_argument("--clone", type=Path, required=True, help=text)
+    text = "where they start, in the clone"
+    parser.add_argument("--onto", metavar="REF", required=True, help=text)
     parser.add_argument("--topic", metavar="BRANCH", help="one branch of all the patches")
-    add_flag(parser, "--replace", "replace branches of these names")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Make branches for upstream, one per patch or topic, signed off by you (git config), and write
     the text of each pull request. A patch that needs earlier ones stands on them. Stops before
-    anything is pushed: you read, own and send it. Without --clone the branches stand on the pinned
-    release, in its build tree."""
-    series = read_series(project.series_file)
-    chosen, topic = choose_patches(series, arguments.patches), arguments.topic
-    if topic is not None and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*", topic):
-        what, expected = "this is no name for a branch", "lower-case letters, digits, . _ / -"
-        raise ToolError(what, where="--topic", expected=expected, found=topic)
-    if problems := check_needs(series):
-        raise Problems("the series breaks its rules", problems=problems)
-    apply_series(project, series)
-    base = find_base(project, arguments.onto, arguments.clone)
-    who = find_person(arguments.clone or project.root)
-    groups = {topic: chosen} if topic else {p.name.removesuffix(".patch"): [p] for p in chosen}
-    print(*submit(project, series, base, who, groups, arguments.replace), sep="\n")
-    print(f"\nIn {base.git.path}. Nothing was pushed. {_BEFORE}")
-    if found := [name for name in _RULES if base.git.read(base.commit, name) is not None]:
-        print(f"vLLM's own rules, as of {base.label}: {', '.join(found)}")
-    if arguments.clone is None:
-        print("These branches have the release's files but not its history: to send one, make it")
-        print("in a clone: --clone <path> --onto <ref>")
-
-
-def find_person(repository: Path) -> tuple[str, str]:
-    """Name and address that git would commit with in a repository; a placeholder is refused."""
-    # The user's own configuration, which the tools read nowhere else.
-    settings = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or "CONFIG" in k}
-    command = ["git", "-C", str(repository), "config", "--get"]
-    name, email = (
-        subprocess.run([*command, key], env=settings, capture_output=True, text=True).stdout.strip()
-        for key in ("user.name", "user.email")
-    )
-    domain, problem = email.rpartition("@")[2], None
-    if name.lower() in _NOBODY:
-        problem = f"user.name is {name!r}"
-    elif email != parseaddr(f"x <{email}>")[1] or "." not in domain or _RESERVED.fullmatch(domain):
-        problem = f"user.email is {email!r}"
-    if problem:
-        what = "a sign-off is a person's, and git knows no person here"
-        expected = "the name and the address of who answers for the patch"
-        step = "git config --global user.name '...'; git config --global user.email '...'"
-        raise ToolError(what, repository, expected, problem, step)
-    return name, email
-
-
-def find_base(project: Project, onto: str | None, clone: Path | None) -> Base:
-    """The pinned release in the build tree, or a ref of a clone."""
-    if clone and onto:
-        git = open_clone(clone)
-        return Base(git, resolve(git, onto), onto)
-    if clone or onto:
-        what = "a clone and the ref of it that the branches start from belong together"
-        step = "name both: --clone <path> --onto origin/main"
-        raise ToolError(what, found=clone or f"--onto {onto}", next_step=step)
-    git = Git(project.tree)
-    return Base(git, git.text("rev-parse", BASE_REF), f"vLLM {project.pin.version}")
-
-
-def choose_patches(series: Series, names: Sequence[str]) -> list[Patch]:
-    """The named patches in the order of the series, or all that are Pending."""
-    chosen = choose(series, names) or [p for p in series if p.status.startswith("Pending")]
-    if not chosen:
-        step = "name one: upstream submit <patch>"
-        raise ToolError("no patch of the series is Pending", next_step=step)
-    if kept := [p for p in chosen if not p.status.startswith(_SENDABLE)]:
+    anything is pushed: you read, own and send it."""
+    series, topic = read_series(project.series_file), arguments.topic
+    chosen = choose(series, arguments.patches)
+    if kept := [patch for patch in chosen if not patch.status.startswith(_SENDABLE)]:
         expected = f"Upstream-Status: {' or '.join(_SENDABLE)}"
         step = "leave it out, or change its status: CONTRIBUTING.md, Editing a patch"
         name, status = kept[0].name, kept[0].status
         raise ToolError("a patch is not for upstream", name, expected, status, step)
-    return chosen
+    if problems := check_needs(series):
+        raise Problems("the series breaks its rules", problems=problems)
+    apply_series(project, series)
+    git = open_clone(arguments.clone)
+    base = Base(git, resolve(git, arguments.onto), arguments.onto)
+    groups = {topic: chosen} if topic else {p.name.removesuffix(".patch"): [p] for p in chosen}
+    print(*submit(project, series, base, find_person(arguments.clone), groups), sep="\n")
+    print("Nothing was pushed. Read every changed line, run the test plan, fill in the dots.")
+
+
+def find_person(repository: Path) -> tuple[str, str]:
+    """Name and address that git would commit with in a repository; a placeholder is refused."""
+    # With the user's own configuration, which the tools read nowhere else.
+    command = ["git", "-C", str(repository), "-c", "user.useConfigOnly=true"]
+    command += ["var", "GIT_COMMITTER_IDENT"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    match = re.match(r"(.+) <(\S+@(\S+\.\S+))> ", said)
+    if not match or _RESERVED.fullmatch(match[3]):
+        what = "a sign-off is a person's, and git knows no person here"
+        expected = "the name and the address of who answers for the patch"
+        step = "git config --global user.name '...'; git config --global user.email '...'"
+        raise ToolError(what, repository, expected, said.strip() or "nobody", step)
+    return match[1], match[2]
 
 
 def message_for(patch: Patch) -> str:
@@ -197,7 +148,6 @@ def submit(
     base: Base,
     who: tuple[str, str],
     groups: dict[str, list[Patch]],
-    replace: bool,
 ) -> list[str]:
     """Make the branches and write the texts, all of them or none; tell of each."""
     commits = Git(project.tree).commits(f"{BASE_REF}..{APPLIED_REF}")
@@ -211,18 +161,15 @@ def submit(
             stack = [pair for pair in zip(series, commits, strict=True) if pair[0].name in inside]
             head = make_branch(git, base, stack, who)
             below = [patch for patch, _ in stack if patch.name not in mine]
-            tell(f"{name}: {count(len(inside), 'commit')} on {base.label}")
             old = base.git.commit_id(f"refs/heads/{name}")
-            in_use = name == base.git.current_branch()
-            if old and old != head and (in_use or not replace):
+            if old and old != head:
                 what, found = "a branch of this name exists; no branch was made", base.git.log(old)
-                where = f"{base.git.path}, {name}{' (checked out)' if in_use else ''}"
-                step = "look at it, then: --replace; or another name: --topic"
-                raise ToolError(what, where, found=found, next_step=step)
+                step = f"delete it: git -C {base.git.path} branch -D {name}; or: --topic"
+                raise ToolError(what, name, found=found, next_step=step)
             path = project.build / "submit" / f"{name.replace('/', '-')}.md"
             texts[path] = render_request(base, patches, below).encode()
             refs += f"update refs/heads/{name} {head}\n"
-            said.append(f"branch {name}{' (as it was)' if old == head else ''}: {', '.join(mine)}")
+            said.append(f"branch {name}: {', '.join(mine)}")
             if below:
                 names = ", ".join(patch.name for patch in below)
                 said.append(f"  stacked on {names}: these go first, or with it")
