@@ -3,7 +3,6 @@
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -23,45 +22,28 @@ PACKAGES = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """All packages and commands. The help is the docstring of a package and of a command's ``run``.
-    ``EXAMPLE`` of a command is an example of arguments, and ``declare``, if any, adds them."""
-    top = argparse.ArgumentParser(
-        prog="python -m tools",
-        description="Source, patches, locks, wheels and upstream tests of vllm-routed-experts.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """All packages and commands. The help is the docstring of a package and of a command's ``run``;
+    ``declare`` of a command, if any, adds its arguments."""
+    about = "Source, patches, locks, wheels and upstream tests of vllm-routed-experts."
+    top = argparse.ArgumentParser(prog="python -m tools", description=about)
     root = "the repository (default: the one of this file)"
     top.add_argument("--root", type=Path, default=_ROOT, help=root)
     on = f"the line of patches/ (default: {DEFAULT_LINE})"
     top.add_argument("--on", default=DEFAULT_LINE, metavar="LINE", help=on)
     packages = top.add_subparsers(metavar="PACKAGE", required=True)
-    examples = []
     for package, commands in PACKAGES.items():
         about = (import_module(f"tools.{package}").__doc__ or "").rstrip(".")
-        parsers = packages.add_parser(package, help=about, description=about)
-        command_parsers = parsers.add_subparsers(metavar="COMMAND", required=True)
+        of_package = packages.add_parser(package, help=about, description=about)
+        command_parsers = of_package.add_subparsers(metavar="COMMAND", required=True)
         for command in commands:
             module = import_module(f"tools.{package}.{command.replace('-', '_')}")
             text = " ".join(module.run.__doc__.split())
-            summary = text.split(". ")[0].split("; ")[0].rstrip(".")
-            example = (
-                f"python -m tools {package} {command} {getattr(module, 'EXAMPLE', '')}".rstrip()
-            )
-            examples.append(f"  {example}\n      {summary}")
-            command_parser = command_parsers.add_parser(
-                command,
-                help=summary,
-                description=textwrap.fill(text, 88),
-                epilog=f"example:\n  {example}",
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+            summary = text.split(". ")[0].rstrip(".")
+            command_parser = command_parsers.add_parser(command, help=summary, description=text)
             # Also after the command; SUPPRESS keeps a value that was given before it.
             command_parser.add_argument("--on", default=argparse.SUPPRESS, metavar="LINE", help=on)
-            if declare := getattr(module, "declare", None):
-                declare(command_parser)
+            getattr(module, "declare", lambda _: None)(command_parser)
             command_parser.set_defaults(run=module.run)
-    last = "Help on one command: python -m tools PACKAGE COMMAND --help"
-    top.epilog = "\n".join(["examples:", *examples, "", last])
     return top
 
 

@@ -2,14 +2,13 @@
 """The entry point: its help, and how it shows errors. Git runs as if the machine had no user."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 import tools.__main__
 from tests.tools.toy import Toy
-from tools.__main__ import main, parser
+from tools.__main__ import PACKAGES, main, parser
 from tools.common.cli import ToolError
 from tools.common.git import Git, environment
 from tools.common.pin import Project
@@ -29,20 +28,11 @@ def help_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_every_command_has_an_example_that_parses_in_its_help_and_in_that_of_the_tools(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = help_of(capsys=capsys)
-    examples = re.findall(r"^  python -m tools (.*)$", text, re.MULTILINE)
-    assert {tuple(line.split()[:2]) for line in examples} == set(COMMANDS)
-    for line in examples:
-        words = shlex.split(line)
-        parser().parse_args(words)
-        own = help_of(*words[:2], capsys=capsys)
-        assert own.endswith(f"example:\n  python -m tools {line}\n")
-    for package in {package for package, _ in COMMANDS}:
-        listed = re.findall(r"^    ([a-z-]+)", help_of(package, capsys=capsys), re.MULTILINE)
-        assert sorted(listed) == sorted(command for other, command in COMMANDS if other == package)
+def test_every_command_is_listed_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted((p, c) for p, commands in PACKAGES.items() for c in commands) == sorted(COMMANDS)
+    for package, command in COMMANDS:
+        text = " ".join(help_of(package, command, capsys=capsys).split())
+        assert text.startswith(f"usage: python -m tools {package} {command} ")
 
 
 def test_wrong_usage_ends_with_status_two() -> None:

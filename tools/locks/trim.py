@@ -16,7 +16,6 @@ from tools.common.cli import Parser, ToolError
 from tools.common.pin import Project
 from tools.source.index import Index, version_of
 
-EXAMPLE = "build/cpu.txt --out requirements/cpu.txt --python 3.11 --machine x86_64 --glibc 2.28"
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _HEAD = re.compile(r"([\w.-]+)==(\S+)")
 _OLD_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}

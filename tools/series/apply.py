@@ -18,8 +18,6 @@ from tools.series.series import Series, choose, fingerprint, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
 from tools.source.fetch import fetch_source, submodule
 
-EXAMPLE = "--pristine --tree build/<line>/pristine/vllm"
-
 
 def declare(parser: argparse.ArgumentParser) -> None:
     add_tree(parser)

@@ -16,7 +16,6 @@ from tools.series.patch import FILENAME, Patch, slug
 from tools.series.series import Series, fingerprint, read_series, write_series
 from tools.series.tree import BASE_REF, EXPORTED_REF, Record
 
-EXAMPLE = "--check"
 # In vLLM's tree.
 PAGE = "docs/features/routed_experts.md"
 _FORMAT = (

@@ -24,7 +24,6 @@ from tools.series.target import Target, find_target, open_clone
 from tools.series.tree import APPLIED_REF, BASE_REF, write_record
 from tools.source.fetch import fetch
 
-EXAMPLE = "--onto 1.2.3 --dry-run"
 COMMAND = "python -m tools series rebase"
 # The series on its old base, beside the new base.
 OLD_BASE, OLD_APPLIED = "refs/re/old/base", "refs/re/old/applied"

@@ -20,7 +20,6 @@ from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF, open_tree, read_record, unaccounted
 from tools.source.index import Index, releases
 
-EXAMPLE = "--offline"
 PACKAGE = "vllm"
 # As "series: 0123456789abcdef" or "series of 3 patches (`0123456789abcdef`)".
 _STATED = re.compile(r"\bseries\b.{0,60}?\b([0-9a-f]{16})\b", re.IGNORECASE)

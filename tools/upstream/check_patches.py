@@ -25,7 +25,6 @@ from tools.upstream.hubcache import recipe
 from tools.upstream.testrun import FAILED, PASSED, SKIPPED, Results, is_test_file
 from tools.wheel.verify import find_site, verify_installed
 
-EXAMPLE = "--out benchmarks/results/<line>/check-patches.md"
 PACKAGE = "vllm"
 LIMIT_S = 600
 # What every patch must leave importable, beside the modules that it touches.

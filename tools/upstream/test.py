@@ -25,8 +25,6 @@ from tools.upstream.hubcache import recipe
 from tools.upstream.testrun import PASSED, SKIPPED, Outcome, Results, is_test_file
 from tools.wheel.verify import verify_installed
 
-EXAMPLE = "--out benchmarks/results/<line>/upstream-tests.md"
-
 
 def declare(parser: argparse.ArgumentParser) -> None:
     text = "only these (default: the line's list, and the series')"

@@ -7,8 +7,6 @@ from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 from tools.wheel.plan import choose_base, wheel_version
 
-EXAMPLE = "--variant cuda"
-
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", required=True, help="a base wheel: cpu, cuda or cuda-aarch64")

@@ -16,7 +16,6 @@ from tools.common.pin import BaseWheel, Pin, Project
 from tools.series.series import Series, fingerprint
 from tools.wheel.plan import list_inputs, read_wheel_version, tree_series
 
-EXAMPLE = "build/<line>/wheels-cuda/vllm-1.whl"
 # The pinned base wheel with the series laid over it: tools/wheel/plan.py.
 BUILD_TYPE = "urn:vllm-routed-experts:overlay:v1"
 # The bytes are the same wherever they are made, so no one machine is named.

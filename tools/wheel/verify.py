@@ -22,7 +22,6 @@ from tools.common.pin import Project
 from tools.source.fetch import fetch
 from tools.wheel.plan import PACKAGE, Plan, plan_wheel, read_wheel_version, tree_series
 
-EXAMPLE = "--installed .venv/bin/python"
 # What an installer adds beside the wheel's own files.
 _INSTALLERS_OWN = {"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"}
 _PLACE = "an installed wheel: by its Python, environment or package directory (default: this one's)"
