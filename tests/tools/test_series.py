@@ -675,5 +675,5 @@ def test_a_rebase_that_waits_is_reported(toy: Toy, index: Index) -> None:
     envs = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 'nine'\n")
     index.publish("9.8.8", {**TREE, "vllm/envs.py": envs})
     toy.refuse("series", "rebase", "--onto", "9.8.8")
-    said = f"onto vLLM 9.8.8 in {toy.build}/rebase/tree: 0 of 3 patches done, stopped at [Core] "
+    said = f"onto vLLM 9.8.8 in {toy.build}/rebase/tree, stopped at [Core] "
     assert said in status(toy)["rebase"]

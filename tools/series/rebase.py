@@ -33,8 +33,9 @@ _STEPS = {
     "skip": "leave the patch that it stopped at out of the series",
     "abort": "leave everything as it was before --onto",
 }
-_BEGIN = ("clone", "commit", "without-wheels", "dry-run")
 _BEGAN = "re.began"  # in the configuration of the new tree: a digest of the old pin and series
+# The patch that a commit of the build tree is of.
+_NAME = "%(trailers:key=Patch-Filename,valueonly)"
 # diff3 shows the old release's lines too.
 _MERGE = ("-c", "merge.conflictStyle=diff3")
 
@@ -44,8 +45,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--onto", metavar="VERSION_OR_REF", help="begin: a release, or a git ref")
     for flag, text in _STEPS.items():
         step.add_argument(f"--{flag}", dest="step", action="store_const", const=flag, help=text)
-    add_flag(parser, "--drop-contained", "leave out what the release contains, and go on")
     begin = parser.add_argument_group("with --onto")
+    add_flag(begin, "--drop-contained", "leave out what the release contains, and go on")
     add_path(begin, "--clone", "a clone of vLLM that has the ref or the tag")
     begin.add_argument("--commit", help="the commit of the release's tag, where no clone has it")
     add_flag(begin, "--without-wheels", "go on where a variant has no base wheel")
@@ -58,26 +59,19 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     target contains. At the end patches/<line> is replaced, with the pin (source, base wheels), all
     or nothing, and a range-diff is shown. Never pushes and never commits here."""
     new, under_way, step = rebased(project), state(project), arguments.step
+    if arguments.onto and under_way:
+        what, do = "a rebase is under way already", f"{COMMAND} --continue, or give it up: "
+        raise ToolError(what, found=under_way, next_step=f"{do}{COMMAND} --abort")
     if arguments.onto:
-        if under_way:
-            what, do = "a rebase is under way already", f"{COMMAND} --continue, or give it up: "
-            raise ToolError(what, found=under_way, next_step=f"{do}{COMMAND} --abort")
         begin(project, arguments)
-        return
-    if given := [f"--{name}" for name in _BEGIN if getattr(arguments, name.replace("-", "_"))]:
-        what, found = "these belong to the beginning of a rebase", ", ".join(given)
-        do = "leave them out, or begin again: --abort, then --onto"
-        raise ToolError(what, f"--{step}", found=found, next_step=do)
-    if under_way is None:
+    elif under_way is None:
         do = f"begin one: {COMMAND} --onto <version>"
         raise ToolError("no rebase is under way", where=new.root, next_step=do)
-    if step != "abort":
-        go_on(project, new, arguments.drop_contained, skip=step == "skip")
+    elif step != "abort":
+        go_on(project, new, step)
     elif project.pin == new.pin:
-        what = f"the rebase is finished: the new series is in place, {project.patches}"
-        raise ToolError(
-            what, next_step=f"{COMMAND} --continue, then git restore what you want back"
-        )
+        what, do = "the new series is in place already", f"{COMMAND} --continue, then git restore"
+        raise ToolError(what, project.patches, next_step=do)
     else:
         shutil.rmtree(new.root)
         print("given up: the rebase; everything is as it was")
@@ -89,24 +83,14 @@ def rebased(project: Project, at: Path | None = None) -> Project:
     return Project(at, project.line, tree=at / "tree")
 
 
-def _sequencer(git: Git) -> Path:
-    """Where git keeps the state of a rebase that is under way."""
-    return git.path / ".git/rebase-merge"
-
-
 def state(project: Project) -> str | None:
     """How far the rebase under way came, or None."""
     new = rebased(project)
     if not new.pin_file.exists():
         return None
-    git, at = Git(new.tree), ""
-    done = len(git.commits(f"{BASE_REF}..HEAD"))
-    if (stopped := _sequencer(git)).exists():
-        done = int((stopped / "msgnum").read_text()) - 1
-        if git.commit_id("REBASE_HEAD"):
-            at = f", stopped at {git.subject('REBASE_HEAD')}"
-    total = len(git.commits(f"{OLD_BASE}..{OLD_APPLIED}"))
-    return f"onto vLLM {new.pin.version} in {new.tree}: {done} of {total} patches done{at}"
+    git = Git(new.tree)
+    at = f", stopped at {git.subject('REBASE_HEAD')}" if git.commit_id("REBASE_HEAD") else ""
+    return f"onto vLLM {new.pin.version} in {new.tree}{at}"
 
 
 def _digest(project: Project) -> str:
@@ -142,13 +126,12 @@ def begin(project: Project, arguments: argparse.Namespace) -> None:
     with staging(new.root) as stage:
         set_up(project, target, clone, stage)
         stage.rename(new.root)
-    go_on(project, new, arguments.drop_contained)
+    go_on(project, new, "drop" if arguments.drop_contained else "ask")
 
 
 def set_up(project: Project, target: Target, clone: Path | None, stage: Path) -> Git:
     """In ``stage``: the series with the new pin, and a tree on the target with the old commits."""
-    series = read_series(project.series_file)
-    apply_series(project, series)  # refuses what would be lost
+    apply_series(project, read_series(project.series_file))  # refuses what would be lost
     new, archive_only = rebased(project, stage), target.pin["source"]["archive_only"]
     new.tree.mkdir()
     git, tree_id = tree.unpack_source(fetch(target.source, project), archive_only, new.tree)
@@ -163,20 +146,21 @@ def set_up(project: Project, target: Target, clone: Path | None, stage: Path) ->
     tree.commit_base(git, new.pin)
     git.fetch(project.tree, f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}")
     git.run("config", _BEGAN, _digest(project))
-    (stage / "series").write_text("".join(f"{patch.name}\n" for patch in series))
     return git
 
 
-def go_on(project: Project, new: Project, drop_contained: bool, skip: bool = False) -> None:
-    """Rebase what is left of the series, prove the result, put it in place."""
+def go_on(project: Project, new: Project, step: str) -> None:
+    """Rebase what is left of the series, prove the result, put it in place. ``step``: ``continue``
+    or ``skip``; at the beginning what becomes of a patch that the release contains."""
     git = Git(new.tree)
-    names = (new.root / "series").read_text().split()
+    old = f"{OLD_BASE}..{OLD_APPLIED}"
+    names = git.text("log", "--reverse", f"--format={_NAME}", old).split()
     if project.pin != new.pin:
         if _digest(project) != git.text("config", _BEGAN):
             what = "the pin or the series changed since the rebase began; nothing is overwritten"
             step = f"put them back (git restore), or begin again: {COMMAND} --abort"
             raise ToolError(what, where=project.patches, next_step=step)
-        git_rebase(git, names, f"vLLM {new.pin.version}", drop_contained, skip)
+        git_rebase(git, f"vLLM {new.pin.version}", step)
         tell("writing the patches, and proving that they give back the commits")
         _prove(new, names)
         tree.refuse_unaccounted(tree.open_settled(project))
@@ -185,16 +169,16 @@ def go_on(project: Project, new: Project, drop_contained: bool, skip: bool = Fal
     # The new series is in place: what is left can be done again.
     series = read_series(project.series_file)
     _move_submodule(project, new)
-    ranges = (f"{OLD_BASE}..{OLD_APPLIED}", f"{BASE_REF}..{APPLIED_REF}")
     if series:
+        ranges = (old, f"{BASE_REF}..{APPLIED_REF}")
         print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
     if project.tree.exists():
-        old = Git(project.tree)
+        built = Git(project.tree)
         refs = filter(git.commit_id, (BASE_REF, APPLIED_REF, tree.EXPORTED_REF))
-        old.fetch(new.tree, *(f"+{ref}:{ref}" for ref in refs))
-        old.run("checkout", "--quiet", "-B", tree.BRANCH, APPLIED_REF)
-        record = tree.Record(fingerprint(series, new.pin), old.tree_id(APPLIED_REF))
-        write_record(old, record)
+        built.fetch(new.tree, *(f"+{ref}:{ref}" for ref in refs))
+        built.run("checkout", "--quiet", "-B", tree.BRANCH, APPLIED_REF)
+        record = tree.Record(fingerprint(series, new.pin), built.tree_id(APPLIED_REF))
+        write_record(built, record)
     print(f"rebased: {len(series)} patches onto vLLM {new.pin.version}")
     kept = {patch.name for patch in series}
     for name in (name for name in names if name not in kept):
@@ -203,9 +187,7 @@ def go_on(project: Project, new: Project, drop_contained: bool, skip: bool = Fal
     shutil.rmtree(new.root)
 
 
-def git_rebase(
-    git: Git, names: Sequence[str], release: str, drop_contained: bool, skip: bool
-) -> None:
+def git_rebase(git: Git, release: str, step: str) -> None:
     """Let git put the old commits onto the new base, or go on with it, and say why it stopped."""
 
     def do(*words: str) -> CompletedProcess[bytes]:
@@ -213,39 +195,31 @@ def git_rebase(
         settings = (*_MERGE, "-c", "core.commentChar=;")
         return git.run(*settings, "rebase", *words, env={"GIT_EDITOR": "true"}, accept=(0, 1))
 
-    stopped = _sequencer(git)
-    if skip:
-        if not stopped.exists():
-            what, step = "the rebase did not stop at a patch", f"{COMMAND} --continue"
-            raise ToolError(what, where=git.path, next_step=step)
+    stopped = git.path / ".git/rebase-merge"
+    if step == "skip":
         git.run("clean", "--quiet", "--force", "-d")
         done = do("--skip")
     elif stopped.exists():
         take_resolution(git)
         done = do("--continue")
     elif git.commit_id("HEAD") == git.commit_id(BASE_REF):
-        done = do("--empty=ask", "--onto", BASE_REF, OLD_BASE, OLD_APPLIED)
+        empty = "ask" if step == "continue" else step
+        done = do(f"--empty={empty}", "--onto", BASE_REF, OLD_BASE, OLD_APPLIED)
     else:
-        git.refuse_dirt("there are changes beside the commits of the rebase")
         return
-    if done.returncode and not stopped.exists():
-        details = (done.stdout + done.stderr).decode(errors="replace").splitlines()
-        raise ToolError("git rebase failed", where=git.path, details=details)
-    while done.returncode and drop_contained and not git.differs("--cached", "HEAD"):
-        done = do("--skip")
     if done.returncode:
-        number = int((stopped / "msgnum").read_text())
+        at = git.log("REBASE_HEAD", _NAME) if stopped.exists() else git.path
         conflicts = conflicts_in(done)
-        what, step = f"a patch conflicts with {release}", "edit them (git add what is new)"
+        what, do_this = f"a patch conflicts with {release}", "edit them (git add what is new)"
         if not git.differs("--cached", "HEAD"):
-            what, step = f"{release} contains a patch already", "change something"
+            what, do_this = f"{release} contains a patch already", "change something"
+        said = (done.stdout + done.stderr).decode(errors="replace").splitlines()
         raise ToolError(
             what,
-            f"{names[number - 1]}, {number} of {len(names)}",
-            found=f"files that cannot be merged: {len(conflicts)}" if conflicts else None,
-            next_step=f"{step} in {git.path}, then: {COMMAND} --continue",
+            at,
+            next_step=f"{do_this} in {git.path}, then: {COMMAND} --continue",
             details=[
-                *conflicts,
+                *(conflicts or said),
                 f"to leave the patch out: {COMMAND} --skip",
                 f"to leave everything as it was: {COMMAND} --abort",
             ],
@@ -261,19 +235,13 @@ def conflicts_in(done: CompletedProcess[bytes]) -> list[str]:
 
 def take_resolution(git: Git) -> None:
     """Stage what a person made of the patch that the rebase stopped at; refuse what is not one."""
-    if not (git.path / ".git/MERGE_MSG").exists():
-        git.refuse_dirt("there are changes beside a commit that was made already")
-        return
     said = git.text("diff", "--check", "HEAD", accept=(0, 2)).splitlines()
     if marked := [line for line in said if line.endswith("leftover conflict marker")]:
         step = f"edit these files, then: {COMMAND} --continue"
         raise ToolError("conflict markers are left", git.path, next_step=step, details=marked)
-    if untracked := [row[3:] for row in git.dirt() if row.startswith("??")]:
-        what = "there are files that git does not track"
-        step = f"git -C {git.path} add (or delete) them, then: {COMMAND} --continue"
-        raise ToolError(what, git.path, next_step=step, details=untracked)
     git.run("add", "--update", ".")
-    if not git.differs("--cached", "HEAD"):
+    # Git would leave the patch out without a word. No message: it was committed by hand.
+    if (git.path / ".git/MERGE_MSG").exists() and not git.differs("--cached", "HEAD"):
         step = f"leave it out: {COMMAND} --skip; or change something, then: --continue"
         where = f"{git.path}, {git.subject('REBASE_HEAD')}"
         raise ToolError("nothing is left of a patch", where, next_step=step)
@@ -330,29 +298,19 @@ def try_all(project: Project, target: Target, clone: Path | None) -> list[Trial]
 
 def _attempt(git: Git, commit: str) -> tuple[str, list[str]]:
     """Try one patch on HEAD; a conflict is resolved in favour of the patch for those after it."""
-
-    def pick(*options: str) -> tuple[str, list[str]]:
-        done = git.run(*_MERGE, "cherry-pick", *options, commit, accept=(0, 1))
-        if done.returncode == 0:
-            return CLEAN, []
-        return CONFLICT if git.differs("--cached", "HEAD") else CONTAINED, conflicts_in(done)
-
-    def discard() -> None:
-        git.run("cherry-pick", "--quit")
-        git.run("reset", "--quiet", "--hard")
-        git.run("clean", "--quiet", "--force", "-d")
-
-    found = pick()
-    if found[0] == CONFLICT:
-        discard()
-        if pick("-X", "theirs")[0] == CONFLICT:  # a file that one side removed
-            for path in git.unmerged():
-                gone = git.read(commit, path) is None
-                git.run(*(("rm", "-qf") if gone else ("checkout", commit)), "--", path)
-            if git.differs("--cached", "HEAD"):
-                git.run("commit", "--quiet", "-C", commit)
-    discard()
-    return found
+    pick = (*_MERGE, "cherry-pick", commit)
+    done = git.run(*pick, accept=(0, 1))
+    if done.returncode == 0:
+        return CLEAN, []
+    verdict = CONFLICT if git.differs("--cached", "HEAD") else CONTAINED
+    git.run("cherry-pick", "--abort")
+    if verdict == CONFLICT and git.run(*pick, "-X", "theirs", accept=(0, 1)).returncode:
+        for path in git.unmerged():  # a file that one side removed
+            gone = git.read(commit, path) is None
+            git.run(*(("rm", "-qf") if gone else ("checkout", commit)), "--", path)
+        git.run("commit", "--quiet", "--allow-empty", "-C", commit)
+    git.run("clean", "--quiet", "--force", "-d")
+    return verdict, conflicts_in(done)
 
 
 def render_trials(trials: Sequence[Trial], target: Target, before: str) -> str:
