@@ -46,7 +46,7 @@ def test_the_root_is_the_repository_of_the_tools(empty: Toy) -> None:
     root = parser().parse_args(["source", "fetch"]).root
     assert (root / "tools" / "__main__.py").is_file()
     assert Project(root).pin_file.is_file()
-    empty.pin.unlink()
+    empty.pin_file.unlink()
     assert "the pin is missing" in empty.refuse("source", "fetch")
 
 

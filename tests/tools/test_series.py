@@ -174,8 +174,8 @@ def fuzz(toy: Toy) -> None:
 
 
 def other_pin(toy: Toy) -> None:
-    text = re.sub(r'sha256 = "\w+"', f'sha256 = "{"0" * 64}"', toy.pin.read_text(), count=1)
-    toy.pin.write_text(text)
+    text = re.sub(r'sha256 = "\w+"', f'sha256 = "{"0" * 64}"', toy.pin_file.read_text(), count=1)
+    toy.pin_file.write_text(text)
 
 
 @pytest.mark.parametrize(

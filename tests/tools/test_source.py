@@ -171,9 +171,9 @@ def test_an_archive_with_another_member_is_refused(
 
 @pytest.mark.parametrize("key", ["sha256", "commit", "size", "tag", "archive_only"])
 def test_a_pin_without_a_key_names_it(empty: Toy, key: str) -> None:
-    lines = empty.pin.read_text().splitlines()
+    lines = empty.pin_file.read_text().splitlines()
     lines.remove(next(line for line in lines if line.startswith(f"{key} = ")))
-    empty.pin.write_text("\n".join(lines))
+    empty.pin_file.write_text("\n".join(lines))
     assert f".{key}" in empty.refuse("source", "fetch").splitlines()[0]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tools.__main__ import main
-from tools.common.pin import DEFAULT_LINE
+from tools.common.pin import Project
 from tools.series.patch import IDENTITY
 
 VERSION = "9.8.7"
@@ -185,33 +185,8 @@ class Result:
     err: str
 
 
-@dataclass(frozen=True)
-class Toy:
+class Toy(Project):
     """A project on the toy upstream; its downloads are there already."""
-
-    root: Path
-    line: str = DEFAULT_LINE
-
-    @property
-    def patches(self) -> Path:
-        return self.root / "patches" / self.line
-
-    @property
-    def pin(self) -> Path:
-        return self.patches / "upstream.toml"
-
-    @property
-    def build(self) -> Path:
-        """What is made of the line."""
-        return self.root / "build" / self.line
-
-    @property
-    def tree(self) -> Path:
-        return self.build / "vllm"
-
-    @property
-    def downloads(self) -> Path:
-        return self.root / "build" / "downloads"
 
     @property
     def archive(self) -> Path:
@@ -295,10 +270,12 @@ def tree_id(scratch_parent: Path, files: dict[str, str] = TREE) -> str:
     return tree
 
 
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def facts(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    return {"filename": path.name, "size": len(data), "sha256": digest}
+    return {"filename": path.name, "size": path.stat().st_size, "sha256": digest_of(path)}
 
 
 def write_pin(
@@ -331,7 +308,7 @@ def write_pin(
     for name, table in tables.items():
         # JSON's notation of these values is TOML's too.
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
-    toy.pin.write_text("\n".join(lines) + "\n")
+    toy.pin_file.write_text("\n".join(lines) + "\n")
 
 
 def make_toy(root: Path) -> Toy:

