@@ -104,13 +104,6 @@ def test_output_of_git_format_patch_with_a_list_is_a_series(newer: Toy, tmp_path
     newer.do("series", "export", "--check")
 
 
-def test_the_submodule_of_the_first_line_is_not_the_source_of_the_second(newer: Toy) -> None:
-    (newer.root / "vllm").mkdir()
-    (newer.root / "vllm/stray").write_text("")
-    assert f"the source archive vllm-{NEWER}.tar.gz" in newer.do("source", "fetch")
-    assert "holds files but no checkout" in Toy(newer.root).refuse("source", "fetch")
-
-
 # --- wheels ---------------------------------------------------------------------------------------
 
 

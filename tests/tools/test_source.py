@@ -214,9 +214,7 @@ def test_a_submodule_that_is_not_as_pinned_is_refused(empty: Toy) -> None:
     path = empty.root / "vllm"
     path.mkdir()
     assert "the source archive" in empty.do("source", "fetch")  # it is not checked out
-    (path / "stray").write_text("")
-    assert "holds files but no checkout" in empty.refuse("source", "fetch")
-    shutil.rmtree(path)
+    path.rmdir()
     commit = make_submodule(empty)
     (path / "vllm/envs.py").write_text("dirty\n")
     error = empty.refuse("source", "fetch")

@@ -4,7 +4,7 @@
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -31,31 +31,6 @@ def write(path: Path, data: bytes | str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
-
-
-def replace_all(
-    files: Mapping[Path, bytes | None], then: Callable[[], object] = lambda: None
-) -> None:
-    """Write several files, or remove those with None; then call ``then``.
-
-    An error leaves all files as they were. Files that are as they should be are not touched.
-    """
-    old = {path: path.read_bytes() if path.exists() else None for path in files}
-    try:
-        for path, data in files.items():
-            _put(path, data)
-        then()
-    except BaseException:
-        for path, data in old.items():
-            _put(path, data)
-        raise
-
-
-def _put(path: Path, data: bytes | None) -> None:
-    if data is None:
-        path.unlink(missing_ok=True)
-    elif not path.exists() or path.read_bytes() != data:
-        write(path, data)
 
 
 @contextmanager

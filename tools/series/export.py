@@ -48,8 +48,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Write the commits of the build tree to patches/<line>, one file each. All or nothing; a patch
-    keeps its file name through edits, and a commit that did not change keeps its bytes."""
+    """Write the commits of the build tree to patches/<line>, one file each. A patch keeps its file
+    name through edits, and a commit that did not change keeps its bytes."""
     changes = export_series(project, check=arguments.check, drop=arguments.drop)
     changes |= export_page(project, arguments.check)
     if arguments.check and changes:
@@ -91,7 +91,7 @@ def draft_series(git: Git, commits: Sequence[str], old: Series) -> Series:
 def export_series(
     project: Project, *, check: bool = False, drop: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Write the commits of the build tree to the series, completely or not at all.
+    """Write the commits of the build tree to the series, once all of them are known to be good.
 
     Returns what was done, by file. With ``check`` everything is done but the writing.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The series on another release: git rebases it in a place of its own, put in place as one act.
+"""The series on another release: git rebases it in a place of its own.
 
 That place, ``build/<line>/rebase``, has the new pin in ``patches`` and the commits in ``tree``.
 """
@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 from typing import NamedTuple
 
 from tools.common.cli import ToolError, add_flag, add_path, table, tell
-from tools.common.files import replace_all, staging
+from tools.common.files import staging, write
 from tools.common.git import Git
 from tools.common.pin import UNKNOWN, Project
 from tools.series import tree
@@ -47,8 +47,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
         step.add_argument(f"--{flag}", dest="step", action="store_const", const=flag, help=text)
     begin = parser.add_argument_group("with --onto")
     add_flag(begin, "--drop-contained", "leave out what the release contains, and go on")
-    add_path(begin, "--clone", "a clone of vLLM that has the ref or the tag")
-    begin.add_argument("--commit", help="the commit of the release's tag, where no clone has it")
+    of_release = begin.add_mutually_exclusive_group()
+    add_path(of_release, "--clone", "a clone of vLLM that has the ref or the tag")
+    of_release.add_argument("--commit", help="the commit of the release's tag, without a clone")
     add_flag(begin, "--without-wheels", "go on where a variant has no base wheel")
     add_flag(begin, "--dry-run", "only show what would conflict, as Markdown; change nothing")
 
@@ -56,8 +57,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Move the series to another vLLM: a release of the package index by version, or a git ref of
     a clone. Runs git rebase in build/<line>/rebase and stops at a conflict, or at a patch that the
-    target contains. At the end patches/<line> is replaced, with the pin (source, base wheels), all
-    or nothing, and a range-diff is shown. Never pushes and never commits here."""
+    target contains. At the end patches/<line> is replaced, with the pin (source, base wheels), and
+    a range-diff is shown. Never pushes and never commits here."""
     new, under_way, step = rebased(project), state(project), arguments.step
     if arguments.onto and under_way:
         what, do = "a rebase is under way already", f"{COMMAND} --continue, or give it up: "
@@ -164,8 +165,11 @@ def go_on(project: Project, new: Project, step: str) -> None:
         tell("writing the patches, and proving that they give back the commits")
         _prove(new, names)
         tree.refuse_unaccounted(tree.open_settled(project))
-        made = {path.name: path.read_bytes() for path in new.patches.iterdir()}
-        replace_all({project.patches / name: made.get(name) for name in {*names, *made}})
+        for name in names:
+            (project.patches / name).unlink(missing_ok=True)
+        # The pin last: it says that the new series is in place.
+        for path in sorted(new.patches.iterdir(), key=lambda path: path == new.pin_file):
+            write(project.patches / path.name, path.read_bytes())
     # The new series is in place: what is left can be done again.
     series = read_series(project.series_file)
     _move_submodule(project, new)

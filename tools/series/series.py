@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``patches/<line>/series`` and the files it lists: reading, checking, writing as one act."""
+"""``patches/<line>/series`` and the files it lists: reading, checking, writing."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tools.common.cli import Problems, ToolError
-from tools.common.files import replace_all
+from tools.common.files import write
 from tools.common.pin import Pin
 from tools.series.patch import Patch
 
@@ -96,9 +96,10 @@ def read_series(series_file: Path) -> Series:
 
 
 def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> None:
-    """Put a new series in the place of the old one, completely or not at all."""
+    """Put a new series in the place of the old one. What stops in between can be done again."""
     old = series_file.read_text(encoding="utf-8") if series_file.exists() else ""
-    text = render_series([patch.name for patch in series], old)
-    files: dict[Path, bytes | None] = {series_file.parent / name: None for name in removed}
-    files |= {series_file.parent / patch.name: patch.data for patch in series}
-    replace_all({**files, series_file: text.encode()})
+    for patch in series:
+        write(series_file.parent / patch.name, patch.data)
+    write(series_file, render_series([patch.name for patch in series], old))
+    for name in removed:
+        (series_file.parent / name).unlink()

@@ -15,9 +15,9 @@ from tools.common.cli import ToolError, add_flag, count
 from tools.common.git import Git
 from tools.common.pin import Project, lines
 from tools.series import rebase
-from tools.series.export import draft_series, export_series
+from tools.series.export import draft_series
 from tools.series.series import Series, fingerprint, read_series
-from tools.series.tree import APPLIED_REF, BASE_REF, open_tree, read_record, unaccounted
+from tools.series.tree import BASE_REF, open_tree, read_record, unaccounted
 from tools.source.index import Index, releases
 
 PACKAGE = "vllm"
@@ -32,8 +32,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Show the state of the series on one screen: pin, newest release, every patch with its
-    upstream status, what is applied, whether an export would change a file, what drifted. Names
-    records of another series. Works without a network: then the newest release is unknown."""
+    upstream status, what is applied, what drifted. Names records of another series. Works without
+    a network: then the newest release is unknown."""
     facts = Table.grid(padding=(0, 2))
     patches = Table("patch", "upstream", "+", "-", "files", "build tree", box=None)
     for what, said in report(project, arguments.offline, patches):
@@ -68,9 +68,7 @@ def report(project: Project, offline: bool, patches: Table) -> Iterator[tuple[st
         same = list(states.values()).count(APPLIED)
         yield "applied", f"{same} of {number} as they are, in {project.tree}"
         yield "churn", _churn(git)
-        yield "export", _export(project)
-        for said in list(_drift(git, project, series)) or ["none"]:
-            yield "drift", said
+        yield "drift", "; ".join(_drift(git, project, series)) or "none"
     if old := old_records(project):
         yield "records", f"of another series: {', '.join(old)}"
     for patch in series:
@@ -141,24 +139,11 @@ def _numstat(git: Git, *arguments: str) -> list[str]:
     return [row for row in rows if not row.startswith("-")]  # binary
 
 
-def _export(project: Project) -> str:
-    try:
-        changes = export_series(project, check=True)
-    except ToolError as error:
-        return f"not possible: {error.what}"
-    if not changes:
-        return "clean: it would change no file"
-    return f"would change {count(len(changes), 'file')}: {', '.join(changes)}"
-
-
 def _drift(git: Git, project: Project, series: Series) -> Iterator[str]:
     if dirt := git.dirt():
         yield f"{count(len(dirt), 'file')} changed and not committed in the build tree"
     if lost := unaccounted(git):
-        subjects = ", ".join(map(git.subject, lost))
-        yield f"{count(len(lost), 'commit')} not exported: {subjects}"
+        yield f"{count(len(lost), 'commit')} not exported: {', '.join(map(git.subject, lost))}"
     record = read_record(git)
     if record and record.fingerprint != fingerprint(series, project.pin):
-        yield "the patches changed" + (" since the apply" if git.commit_id(APPLIED_REF) else "")
-    elif not lost and not dirt and (record is None or record.tree != git.tree_id("HEAD")):
-        yield "the build tree is not at the last apply or export"
+        yield "the patches changed since the apply"

@@ -112,9 +112,8 @@ def open_tree(project: Project) -> Git:
         raise ToolError(what, git.path, next_step=step)
     message = git.log(base, "%B")
     if message != base_message(pin).strip() or git.tree_id(base) != pin.tree:
-        what, step = "the build tree belongs to another pin", "keep what you need of it, then"
-        found = message.splitlines()[-1].replace("Source-sha256:", "source sha256")
-        expected, step = f"source sha256 {pin.source.sha256}", f"{step} move or delete it"
+        what, step = "the build tree belongs to another pin", "keep what you need, then delete it"
+        expected, found = f"source sha256 {pin.source.sha256}", message.splitlines()[-1]
         raise ToolError(what, git.path, expected, found, step)
     return git
 

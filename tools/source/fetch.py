@@ -29,16 +29,13 @@ def submodule(project: Project) -> Path | None:
     if not (pin := project.pin).submodule:
         return None
     path = project.root / pin.submodule
-    update = f"git submodule update --init --checkout {path.name}"
     if not (path / ".git").exists():
-        if path.is_dir() and any(path.iterdir()):
-            what = "the submodule's directory holds files but no checkout"
-            raise ToolError(what, path, next_step=f"empty it, or check it out: {update}")
         return None
     git = Git(path)
     if (head := git.commit_id("HEAD")) != pin.commit:
         what = "the submodule is not at the pinned commit"
-        step = f"{update}, or do without it: git submodule deinit {path.name}"
+        step = f"git submodule update --init --checkout {path.name}, or do without it: "
+        step += f"git submodule deinit {path.name}"
         raise ToolError(what, path, pin.commit, head, step)
     git.refuse_dirt("the submodule is not clean; nothing is ever changed in it")
     return path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.common.cli import Problems, ToolError, count
-from tools.common.files import replace_all
+from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
@@ -149,11 +149,11 @@ def submit(
     who: tuple[str, str],
     groups: dict[str, list[Patch]],
 ) -> list[str]:
-    """Make the branches and write the texts, all of them or none; tell of each."""
+    """Write the texts and make the branches, all of them or none; tell of each."""
     commits = Git(project.tree).commits(f"{BASE_REF}..{APPLIED_REF}")
     base.git.fetch(project.tree, "--no-write-fetch-head", APPLIED_REF)
     refs, said = "", []
-    texts: dict[Path, bytes | None] = {}
+    texts: dict[Path, str] = {}
     with scratch_worktree(base.git, base.commit, project.build / "submit") as git:
         for name, patches in groups.items():
             mine = [patch.name for patch in patches]
@@ -167,14 +167,16 @@ def submit(
                 step = f"delete it: git -C {base.git.path} branch -D {name}; or: --topic"
                 raise ToolError(what, name, found=found, next_step=step)
             path = project.build / "submit" / f"{name.replace('/', '-')}.md"
-            texts[path] = render_request(base, patches, below).encode()
+            texts[path] = render_request(base, patches, below)
             refs += f"update refs/heads/{name} {head}\n"
             said.append(f"branch {name}: {', '.join(mine)}")
             if below:
                 names = ", ".join(patch.name for patch in below)
                 said.append(f"  stacked on {names}: these go first, or with it")
             said.append(f"  pull request: {path}")
-        replace_all(texts, lambda: base.git.run("update-ref", "--stdin", stdin=refs.encode()))
+        for path, text in texts.items():
+            write(path, text)
+        base.git.run("update-ref", "--stdin", stdin=refs.encode())
     return said
 
 

@@ -75,10 +75,10 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 PARTS = ("tests", "examples", "docs/mkdocs", "pyproject.toml")
 LIMIT_S = 600
 
-SAME, FIXED, BROKEN, OTHER = "same", "fixed", "broken", "differs"
+SAME, BROKEN, OTHER = "same", "broken", "differs"
 ADDED, REMOVED, CHANGED = (f"{what} by the series" for what in ("added", "removed", "changed"))
 # Differences that the series' own tests do not account for.
-UNEXPLAINED = (FIXED, BROKEN, OTHER)
+UNEXPLAINED = (BROKEN, OTHER)
 
 
 class Comparison(NamedTuple):
@@ -140,8 +140,6 @@ def _verdict(before: Outcome | None, after: Outcome | None, ours: bool) -> str:
         return BROKEN
     if ours:
         return ADDED if before is None else REMOVED if after is None else CHANGED
-    if before and after and before.bad and after.status == PASSED:
-        return FIXED
     return BROKEN if before and before.status == PASSED else OTHER
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
-from tools.common.cli import ToolError, add_downloads, add_path, add_tree
+from tools.common.cli import add_downloads, add_path, add_tree
 from tools.common.files import digest_of, replacing
 from tools.common.pin import Project
 from tools.source.fetch import fetch
@@ -86,13 +86,8 @@ def _copy_raw(wheel: ZipFile, info: ZipInfo, new: ZipFile, name: str) -> None:
     fresh.header_offset = new.start_dir
     out.seek(new.start_dir)
     out.write(fresh.FileHeader(zip64=False))
-    left = info.compress_size
-    while left:
-        chunk = source.read(min(left, 1 << 20))
-        if not chunk:
-            raise ToolError("the base wheel ends in the middle of a member", where=info.filename)
-        out.write(chunk)
-        left -= len(chunk)
+    for start in range(0, info.compress_size, 1 << 20):
+        out.write(source.read(min(info.compress_size - start, 1 << 20)))
     new.start_dir = out.tell()
     new.filelist.append(fresh)
     new.NameToInfo[name] = fresh
