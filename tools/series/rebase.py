@@ -106,11 +106,6 @@ def begin(project: Project, arguments: argparse.Namespace) -> None:
     target = find_target(project, arguments.onto, clone, arguments.commit)
     release = target.pin["release"]
     print(f"onto: vLLM {release['version']} ({release['tag']}, commit {release['commit']})")
-    tables = {"source": target.pin["source"], **target.pin.get("wheel", {})}
-    for what, file in tables.items():
-        there = "filename" in file
-        said = f"{file['filename']}, sha256 {file['sha256']}" if there else "no base wheel"
-        print(f"{what}: {said}")
     for note in target.notes:
         print(f"note: {note}")
     if target.source.sha256 == project.pin.source.sha256:
@@ -119,7 +114,8 @@ def begin(project: Project, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         print(render_trials(try_all(project, target, clone), target, project.pin.version))
         return
-    missing = [variant for variant, file in tables.items() if "filename" not in file]
+    wheels = target.pin.get("wheel", {})
+    missing = [variant for variant, file in wheels.items() if "filename" not in file]
     if missing and not arguments.without_wheels:
         what, found = f"vLLM {release['version']} lacks base wheels", ", ".join(missing)
         step = "go on without them: --without-wheels"

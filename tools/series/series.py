@@ -14,34 +14,6 @@ from tools.series.patch import Patch
 Series = tuple[Patch, ...]
 
 
-def parse_series(text: str) -> list[str]:
-    """The names in a series file, in order; ``#`` begins a comment.
-
-    >>> parse_series("# base\\none.patch\\n\\n two.patch  # why\\n")
-    ['one.patch', 'two.patch']
-    """
-    names = (line.split("#", 1)[0].strip() for line in text.splitlines())
-    return [name for name in names if name]
-
-
-def render_series(names: Sequence[str], old: str = "") -> str:
-    """The text of a series file; comments above a name and after it stay with it.
-
-    >>> render_series(["b.patch", "c.patch"], "# about a\\na.patch\\n# about b\\nb.patch # x\\n")
-    '# about b\\nb.patch # x\\nc.patch\\n'
-    >>> render_series(["a.patch"], "# at the top\\n\\na.patch\\n# at the end\\n")
-    '# at the top\\n\\na.patch\\n# at the end\\n'
-    """
-    kept: dict[str, list[str]] = {}
-    above: list[str] = []
-    for line in old.splitlines():
-        above.append(line)
-        if found := parse_series(line):
-            kept[found[0]], above = above, []
-    lines = [line for name in names for line in kept.get(name, [name])]
-    return "".join(f"{line}\n" for line in [*lines, *above])
-
-
 def choose(series: Series, names: Iterable[str]) -> list[Patch]:
     """The named patches in the order of the series; ``.patch`` may be left out of a name."""
     wanted = {f"{name.removesuffix('.patch')}.patch" for name in names}
@@ -73,7 +45,7 @@ def fingerprint(series: Series, pin: Pin) -> str:
 def read_series(series_file: Path) -> Series:
     """Read the series; refuse a list with mistakes."""
     try:
-        names = parse_series(series_file.read_text(encoding="utf-8"))
+        names = list(filter(None, series_file.read_text(encoding="utf-8").splitlines()))
     except FileNotFoundError:
         step = "restore it (git checkout patches), or make it: series export"
         raise ToolError("there is no series file", series_file, next_step=step) from None
@@ -97,9 +69,8 @@ def read_series(series_file: Path) -> Series:
 
 def write_series(series_file: Path, series: Series, removed: Sequence[str]) -> None:
     """Put a new series in the place of the old one. What stops in between can be done again."""
-    old = series_file.read_text(encoding="utf-8") if series_file.exists() else ""
     for patch in series:
         write(series_file.parent / patch.name, patch.data)
-    write(series_file, render_series([patch.name for patch in series], old))
+    write(series_file, "".join(f"{patch.name}\n" for patch in series))
     for name in removed:
         (series_file.parent / name).unlink()

@@ -332,13 +332,12 @@ Rows = Mapping[str, Mapping[str, Finding]]  # by patch and by check
 
 
 def failures(rows: Rows) -> list[str]:
-    """What the failed checks said, as Markdown."""
+    """What the failed checks said."""
     lines = []
     for name, findings in rows.items():
         for check, found in findings.items():
             if not found.good:
-                text = ["", "```text", *found.details.splitlines(), "```", ""]
-                lines += [f"`{name}`, {check}: {found.said}", *text]
+                lines += [f"{name}, {check}: {found.said}", *found.details.splitlines(), ""]
     return lines
 
 
@@ -348,7 +347,4 @@ def render(rows: Rows) -> str:
         [f"`{name}`", *(f.said if f.good else f"**{f.said}**" for f in findings.values())]
         for name, findings in rows.items()
     ]
-    lines = table(["Patch", *(check.capitalize() for check in CHECKS)], cells)
-    if failed := failures(rows):
-        lines += ["", "## What failed", "", *failed[:-1]]
-    return "\n".join(lines) + "\n"
+    return "\n".join(table(["Patch", *map(str.capitalize, CHECKS)], cells)) + "\n"

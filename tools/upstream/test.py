@@ -18,7 +18,7 @@ from tools.common.cli import ToolError, add_path, table, tell
 from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
-from tools.series.series import fingerprint, parse_series, read_series
+from tools.series.series import fingerprint, read_series
 from tools.series.tree import BASE_REF, open_tree
 from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     git = open_tree(project)
     touched = {c.path for c in git.changes(BASE_REF, "HEAD") if c.path.startswith("tests/")}
     listing = project.patches / "upstream-tests"
-    listed = parse_series(listing.read_text(encoding="utf-8")) if listing.exists() else []
+    text = listing.read_text(encoding="utf-8") if listing.exists() else ""
+    listed = [line for line in text.splitlines() if line and not line.startswith("#")]
     files = arguments.files or sorted({*listed, *filter(is_test_file, touched)})
     before = run_side("pristine", open_tree(pristine), place / "site", files, build)
     after = run_side("patched", git, arguments.installed, files, build)
