@@ -7,9 +7,6 @@ import re
 from collections.abc import Iterator
 
 from packaging.version import Version
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tools.common.cli import ToolError, add_flag, count
 from tools.common.git import Git
@@ -34,17 +31,12 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Show the state of the series on one screen: pin, newest release, every patch with its
     upstream status, what is applied, what drifted. Names records of another series. Works without
     a network: then the newest release is unknown."""
-    facts = Table.grid(padding=(0, 2))
-    patches = Table("patch", "upstream", "+", "-", "files", "build tree", box=None)
-    for what, said in report(project, arguments.offline, patches):
-        facts.add_row(what, Text(said, overflow="fold"))
-    Console().print(facts)
-    if patches.rows:
-        Console().print(patches)
+    for what, said in report(project, arguments.offline):
+        print(f"{what:<9} {said}")
 
 
-def report(project: Project, offline: bool, patches: Table) -> Iterator[tuple[str, str]]:
-    """Topics and texts; a problem with one does not hide the others. Fills in ``patches``."""
+def report(project: Project, offline: bool) -> Iterator[tuple[str, str]]:
+    """Topics and texts, then the patches; a problem with one does not hide the others."""
     pin = project.pin
     yield "pin", f"vLLM {pin.version}, {pin.git_tag}, commit {pin.commit}"
     yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
@@ -71,15 +63,15 @@ def report(project: Project, offline: bool, patches: Table) -> Iterator[tuple[st
         yield "drift", "; ".join(_drift(git, project, series)) or "none"
     if old := old_records(project):
         yield "records", f"of another series: {', '.join(old)}"
+    width = max((len(patch.name) for patch in series), default=0)
     for patch in series:
         state = states.get(patch.name, ABSENT)
         try:
-            diff = patch.diff
-            size = [str(number) for number in (diff.added, diff.removed, len(diff))]
+            files = count(len(patch.diff), "file")
+            size = f"+{patch.diff.added:<5} -{patch.diff.removed:<5} {files:<8}"
         except ToolError as error:
-            size, state = ["?"] * 3, error.what
-        # As Text: brackets are no markup.
-        patches.add_row(*map(Text, (patch.name, patch.status, *size, state)))
+            size, state = "?", error.what
+        yield f"{patch.name:<{width}}", f"{size}  {state}  {patch.status}"
 
 
 def newest_release(project: Project) -> str:
