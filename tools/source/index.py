@@ -78,18 +78,13 @@ def like_wheel(files: Sequence[Package], tag: str) -> Package | None:
 
     The tags may name other versions of the C library. Of several builds the last is taken.
     """
+
+    def kind(tag: object) -> str:
+        return re.sub(r"(linux|macosx)_\d+_\d+_", r"\1_", str(tag))
+
     found = []
     for file in (file for file in files if file.link.is_wheel):
         _, _, build, tags = parse_wheel_filename(file.link.filename)
-        if any(_platform(str(one)) == _platform(tag) for one in tags):
-            found.append((build or (0, ""), tag in map(str, tags), file.link.filename, file))
+        if kind(tag) in map(kind, tags):
+            found.append((build, tag in map(str, tags), file.link.filename, file))
     return max(found)[-1] if found else None
-
-
-def _platform(tag: str) -> str:
-    """A tag without the version of its C library.
-
-    >>> _platform("cp38-abi3-manylinux_2_28_x86_64")
-    'cp38-abi3-manylinux_x86_64'
-    """
-    return re.sub(r"(linux|macosx)_\d+_\d+_", r"\1_", tag)

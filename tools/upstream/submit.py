@@ -44,8 +44,6 @@ Title: {title}
 {commands}
 ```
 
-{tested}
-
 ## Test Result
 
 ... (run the plan on {label}, put the output here)
@@ -184,13 +182,10 @@ def render_request(base: Base, patches: Sequence[Patch], below: Sequence[Patch])
     """The pull request's text; ``below`` are patches of other pull requests in the branch."""
     changed = (file for patch in patches for file in patch.diff if not file.is_removed_file)
     files = sorted({file.path for file in changed})
-    purpose, tested = [], []
+    purpose = []
     for patch in patches:
-        text = _TRAILER.sub("", message_for(patch).partition("\n\n")[2]).strip()
-        paragraphs = re.split(r"\n\s*\n", text)
-        tested += [text for text in paragraphs if re.match(r"Tests?(ed)?:", text)]
         purpose += [f"### {patch.subject}"] if len(patches) > 1 else []
-        purpose += [text for text in paragraphs if text not in tested]
+        purpose.append(_TRAILER.sub("", message_for(patch).partition("\n\n")[2]).strip())
     if below:
         purpose += [
             f"**Stacked.** This branch also has {count(len(below), 'commit')} of other pull "
@@ -208,7 +203,6 @@ def render_request(base: Base, patches: Sequence[Patch], below: Sequence[Patch])
         title=f"{patches[0].subject}{' (and more)' if len(patches) > 1 else ''}",
         purpose="\n\n".join(purpose),
         commands="\n".join([*commands, f"pre-commit run --files {' '.join(files)}"]),
-        tested="\n\n".join(tested),
         keywords=re.sub(r"^(\[[^\]]*\])+\s*", "", patches[0].subject),
         checklist=(match[0] if match else template).decode(errors="replace"),
     )
