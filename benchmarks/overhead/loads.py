@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Who asks in opt-in engines: no request or every request. Other engines have one mode, their flag.
-MODES = ("silent", "all")
+# Who asks in opt-in engines: no request, one in ten, or every request. Other engines have one mode,
+# their flag.
+MODES = ("silent", "tenth", "all")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Load:
 
     def asks(self, mode: str) -> list[bool | None]:
         """For each request whether it asks; None in modes that are the flag of the engine."""
-        return [mode == "all" if mode in MODES else None] * self.requests
+        if mode not in MODES:
+            return [None] * self.requests
+        asks = {"silent": [False], "tenth": [False] * 9 + [True], "all": [True]}[mode]
+        return (asks * self.requests)[: self.requests]
 
     @property
     def text(self) -> str:

@@ -79,8 +79,9 @@ def in_words(label: Label, engine: Record) -> str:
 def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> list[tuple]:
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
-    With the same build's `off`, or the first build's; `all` with `silent` of its own engine; other
-    builds' `off` with the first one's, or its `silent` if it has none; `on` with the first `all`.
+    With the same build's `off`, or the first build's; `all` and `tenth` with `silent` of their own
+    engine; other builds' `off` with the first one's, or its `silent` if it has none; `on` with the
+    first `all`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
     silent = {
@@ -100,7 +101,7 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
                 found.append((label, first))
             if mode == "on" and first_all:
                 found.append((label, first_all))
-            if mode == "all" and "silent" in modes[engine["name"]]:
+            if mode in ("tenth", "all") and "silent" in modes[engine["name"]]:
                 found.append((label, (engine["name"], "silent")))
     return found
 
