@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib.util
 import itertools
 import os
 import re
@@ -123,6 +124,10 @@ def run_servers(
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             arguments.append(f"--{flag}={value}")
+    package = importlib.util.find_spec("vllm")
+    origin = package.origin if package else None
+    if origin and (Path(origin).parent / "entrypoints/scale_out").is_dir():
+        arguments.append("--enable-scale-out")  # v0.33.0: /inference/v1/generate
     rpc = [f"--data-parallel-rpc-port={next(PORTS)}", "--data-parallel-address=127.0.0.1"]
     servers: list[Server] = []
     front: str | None = None
