@@ -8,7 +8,6 @@ from checks.mutants import Mutant
 CONFIG = "config/aux_output.py"
 CONNECTOR = "distributed/aux_output_connector/connector.py"
 WORKER = "distributed/aux_output_connector/worker.py"
-STORE = "distributed/aux_output_connector/store.py"
 BLOCK_POOL = "v1/core/block_pool.py"
 BLOCKS = "v1/core/kv_cache_utils.py"
 KV_CACHE = "v1/core/kv_cache_manager.py"
