@@ -168,6 +168,13 @@ MUTANTS = [
         setups="loads",
     ),
     Mutant(
+        "cached blocks of a remote prefill count as captured",
+        CONNECTOR,
+        "        if is_remote_prefill:\n            first = 0\n",
+        "",
+        setups="remote",
+    ),
+    Mutant(
         "rows of received tokens expected",
         CONNECTOR,
         "            request.aux_output_start = num_hit\n",
