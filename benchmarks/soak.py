@@ -43,9 +43,9 @@ from harness.lines import FIRST, LINES
 from harness.server import ServerError
 
 CLIENTS = 6
-# Every so many answers are compared with the oracle.
+# One answer in so many is compared with the oracle.
 CHECKED = 10
-# So many requests of a client, one after the other, are of every kind.
+# The kinds of a client's requests repeat after so many.
 KINDS = 12
 
 

@@ -25,17 +25,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PREFILL, DECODE = "kv_producer", "kv_consumer"
 # vLLM's own proxy for NIXL, in its source tree.
 PLAIN_PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
-# Seconds after which a prefill engine with NIXL gives up KV that nobody fetched. A busy machine can
-# take long to fetch it.
+# Seconds after which a prefill engine with NIXL frees KV that nobody fetched. A busy machine needs
+# long to fetch it.
 GIVEN_UP = 60
-_LEASE = {"kv_lease_duration": GIVEN_UP}  # v0.33.0 reads this, v0.20.2 a variable
+_LEASE = {"kv_lease_duration": GIVEN_UP}  # v0.33.0 reads this, v0.20.2 an environment variable
 
 # Name of the counter of prompt tokens whose KV an engine received.
 RECEIVED = "vllm:external_prefix_cache_hits_total"
 # Name of the counter of prompt tokens that an engine found in its own cache.
 CACHED = "vllm:prefix_cache_hits_total"
 
-# Of a role: arguments of `vllm serve`, and variables.
+# Gives the arguments of `vllm serve` and the environment variables of a role.
 Way = Callable[[str], tuple[Sequence[str], Mapping[str, str]]]
 
 
@@ -127,7 +127,7 @@ def nixl(role: str, device: str = "cpu") -> tuple[list[str], dict[str, str]]:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(GIVEN_UP),
-        # A proxy can send a request over a connection that the server closes at that moment.
+        # Keep connections open. Otherwise the server may close one while the proxy sends.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
     }
     if device == "cpu":

@@ -133,7 +133,7 @@ class Bench:
 
     def round(self, name: str, number: int) -> None:
         """Run one round of a load; round 0 warms up."""
-        # One in ten of few requests is no request.
+        # With few requests, one in ten would be none.
         few = self.loads[name].requests < 10
         modes = [mode for mode in self.arguments.modes if not (few and mode == "tenth")]
         turns = turns_of(self.variants, modes, name, number)
@@ -267,7 +267,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--together", action="store_true", help="start engines at once instead of in turn"
     )
     parser.add_argument(
-        "--no-kernels", dest="kernels", action="store_false", help="do not count them"
+        "--no-kernels", dest="kernels", action="store_false", help="do not count kernels"
     )
     arguments = parser.parse_args(words)
     loads = loads_of(arguments.model)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Who asks in opt-in engines: no request, one in ten, or every request. Other engines have one mode,
-# their flag.
+# Who asks in opt-in engines: no request, one in ten, or every request. For other engines, the mode
+# is the flag.
 MODES = ("silent", "tenth", "all")
 
 
