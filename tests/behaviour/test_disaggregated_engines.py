@@ -118,8 +118,14 @@ def test_decode_engine_states_where_its_rows_begin(pair: Pair, start: int) -> No
     assert len(decode_rows(answer["routed_experts"])) == len(prompt) - max(start, 3 * BLOCK)
 
 
-def test_openai_completions_are_joined(pair: Pair, one_engine: LLM, model: Path) -> None:
-    prompts = [random_prompt(seed, 2 * BLOCK + 9) for seed in (40, 41)]
+@pytest.mark.parametrize(
+    ("num_prompts", "start"), [(1, 0), (2, 2 * BLOCK)], ids=["one prompt", "two prompts"]
+)
+def test_openai_completions_have_all_rows_of_one_prompt(
+    pair: Pair, one_engine: LLM, model: Path, num_prompts: int, start: int
+) -> None:
+    """With several prompts, the rows begin after the received KV."""
+    prompts = [random_prompt(40 + num_prompts + i, 2 * BLOCK + 9) for i in range(num_prompts)]
     body = {
         "model": pair.prefill.checkpoint,
         "prompt": prompts,
@@ -130,7 +136,7 @@ def test_openai_completions_are_joined(pair: Pair, one_engine: LLM, model: Path)
         "return_token_ids": True,
     }
     answer = post(pair.url, "/v1/completions", body).json()
-    assert len(answer["choices"]) == 4
+    assert len(answer["choices"]) == 2 * num_prompts
     for choice in answer["choices"]:
         assert choice["prompt_token_ids"] == prompts[choice["index"] // 2]
         completion = Completion(
@@ -141,7 +147,7 @@ def test_openai_completions_are_joined(pair: Pair, one_engine: LLM, model: Path)
             start=choice["routed_experts_start"],
             moe_layers=tuple(choice["moe_layers"]),
         )
-        assert_rows_of_one_engine(one_engine, model, completion)
+        assert_rows_of_one_engine(one_engine, model, completion, start)
 
 
 def test_silent_request_is_answered_without_rows(pair: Pair) -> None:
