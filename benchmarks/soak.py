@@ -45,8 +45,6 @@ from harness.server import ServerError
 CLIENTS = 6
 # One answer in so many is compared with the oracle.
 CHECKED = 10
-# The kinds of a client's requests repeat after so many.
-KINDS = 12
 
 
 class Load:
@@ -64,7 +62,7 @@ class Load:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Ask until the time is over and each client has sent every kind of request."""
+        """Ask until the time is over and every kind of request has been answered."""
         with ThreadPoolExecutor(CLIENTS) as pool:
             for client in [pool.submit(self._client, number) for number in range(CLIENTS)]:
                 client.result()
@@ -72,11 +70,12 @@ class Load:
     def _client(self, number: int) -> None:
         rng = np.random.default_rng([1, number])
         for request in itertools.count(number):
-            is_over = time.monotonic() > self.end and request >= number + KINDS
+            has_all_kinds = self.finished and self.left and self.refused
+            is_over = time.monotonic() > self.end and has_all_kinds
             if is_over or len(self.faults) > 20:
                 return
             try:
-                if request % KINDS == 6:
+                if request % 12 == 6:
                     self._bring_wrong_rows(rng)
                 else:
                     self._ask(rng, leaves=request % 4 == 0)
