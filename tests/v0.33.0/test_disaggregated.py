@@ -45,8 +45,7 @@ def test_joined_rows_are_true(pair: Pair, model: Path) -> None:
                 PROMPTS,
             )
         )
-    # The release's ExampleConnector does not find prompts of full blocks and one token.
-    blocks = [(length - 1) // BLOCK for length in LENGTHS if length % BLOCK != 1]
+    blocks = [(length - 1) // BLOCK for length in LENGTHS]
     assert (pair.decode.metric(disaggregated.RECEIVED) or 0) - before == BLOCK * sum(blocks)
     for prompt, (completion,) in zip(PROMPTS, answers, strict=True):
         assert completion.start == 0
@@ -71,7 +70,7 @@ def test_decode_engine_states_where_its_rows_begin(pair: Pair, model: Path, star
 
 def test_streamed_completion_is_joined(pair: Pair, model: Path) -> None:
     prompt = random_prompt(40, 2 * BLOCK + 9)
-    more = {"return_token_ids": True, "stream": True}
+    more = {"return_token_ids": True, "stream": True, "return_routed_experts": True}
     body = {"model": pair.prefill.checkpoint, "prompt": prompt, "max_tokens": 5, **GREEDY, **more}
     lines = post(pair.url, "/v1/completions", body).text.splitlines()
     events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
