@@ -196,12 +196,10 @@ MUTANTS = [
         setups="remote",
     ),
     Mutant(
-        "start stays behind tokens that failed to load",
-        CONNECTOR,
-        "        request.aux_output_start = min(\n"
-        "            request.aux_output_start, request.num_computed_tokens\n"
-        "        )\n",
-        "        pass\n",
+        "start stays after tokens that failed to load",
+        KV_CACHE,
+        "        request.aux_output_start = min(request.aux_output_start, total_computed_tokens)\n",
+        "",
         setups="remote",
     ),
     # Opt-in.
