@@ -53,8 +53,8 @@ class Load:
         """For each request whether it asks; None in modes that are the flag of the engine."""
         if mode not in MODES:
             return [None] * self.requests
-        asks = {"silent": [False], "tenth": [False] * 9 + [True], "all": [True]}[mode]
-        return (asks * self.requests)[: self.requests]
+        every = {"silent": self.requests + 1, "tenth": 10, "all": 1}[mode]
+        return [(i + 1) % every == 0 for i in range(self.requests)]
 
     @property
     def text(self) -> str:
