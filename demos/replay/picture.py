@@ -175,8 +175,8 @@ def _trainers(axis: Axes, result: Result) -> None:
 
 
 def _routed_otherwise(result: Result, index: int) -> npt.NDArray[np.bool_]:
-    """(O, M) for one completion: where the trainer's own choice differs in the pass that
-    gives a sampled token's log-prob, which is that of the token before."""
+    """(O, M) for one completion: where the trainer's own choice differs. The log-prob of a
+    sampled token comes from the pass of the token before, so its routes are compared."""
     completion = result.completions[index]
     return result.first.plain.differs[index][len(completion.prompt) - 1 - completion.start :]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` of this line: completions and chat, whole and streamed, return true rows. The tests
-are those of the first line's `tests/behaviour/test_openai.py`."""
+"""`vllm serve` of v0.33.0: completions and chat, whole and streamed, return true rows. Most tests
+are in `tests/behaviour/test_openai.py`, which v0.20.2 uses too."""
 
 from __future__ import annotations
 

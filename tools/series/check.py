@@ -10,7 +10,7 @@ from tools.common.pin import Project
 from tools.series.patch import IDENTITY, OWN_HEADER, STATUS, STATUSES, Patch, check_paths, slug
 from tools.series.series import Series, read_series
 
-# Of each header: what is right, and what should stand there.
+# For each header: the pattern of a correct line, and the text to show.
 _HEADERS = {
     "Upstream-Status": (
         STATUS.pattern,

@@ -18,9 +18,9 @@ declare = add_downloads
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Get the pinned source, and print which it is. Uses the submodule if the line has one and it
-    is checked out, else the archive: from the wheelhouse, from build/downloads, or downloaded
-    there. PIP_INDEX_URL names another package index."""
+    """Get the pinned source, and print its name and digest. If the line has a submodule that is
+    checked out, the submodule is used. Otherwise the archive is used, from the wheelhouse or from
+    build/downloads, where a download goes. PIP_INDEX_URL names another package index."""
     print(f"source: {fetch_source(project)}")
 
 

@@ -76,7 +76,8 @@ def releases(files: Sequence[Package]) -> list[Version]:
 def like_wheel(files: Sequence[Package], tag: str) -> Package | None:
     """The wheel for the same interpreter, ABI, kind of system and processor as ``tag``, if any.
 
-    The tags may name other versions of the C library. Of several builds the last is taken.
+    The tags may name other versions of the C library. If there are several builds, the last one is
+    taken.
     """
 
     def kind(tag: object) -> str:
