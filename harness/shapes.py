@@ -39,6 +39,13 @@ GPT_OSS_20B: dict[str, Any] = {
     "vocab_size": 201088,
 }
 
+GPT_OSS_120B: dict[str, Any] = {
+    **GPT_OSS_20B,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
+
 # With fewer layers and a small vocabulary.
 GPT_OSS: dict[str, Any] = {
     **GPT_OSS_20B,
@@ -129,6 +136,7 @@ TINY: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "tiny": TINY,
 }

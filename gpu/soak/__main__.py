@@ -39,7 +39,12 @@ from harness.shapes import model_config, write_model
 # How long an engine may take from its start to its first step.
 START_SECONDS = 240.0
 # Tiny: to test the program without a GPU.
-SHAPES = {"qwen3": "qwen3-30b-a3b", "gptoss": "gpt-oss-20b", "tiny": "tiny"}
+SHAPES = {
+    "qwen3": "qwen3-30b-a3b",
+    "gptoss": "gpt-oss-20b",
+    "gptoss-120b": "gpt-oss-120b",
+    "tiny": "tiny",
+}
 
 
 def layout(gpus: int, tp: int) -> str:

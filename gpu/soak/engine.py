@@ -231,6 +231,8 @@ def run_engine(spec: dict[str, Any]) -> None:
     if spec["flag"] == "opt-in":
         run_turns(spec["seconds"])
     else:
+        # Kernels are compiled in the first steps with a new number of tokens.
+        run_for(spec["seconds"] / 4, "warm_up")
         run_for(spec["seconds"], "load")
     phase[0] = "drain"
     load.drain()
