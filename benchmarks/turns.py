@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a rollout of several turns over HTTP: bytes and time of each turn, with all rows sent
-again and with start offsets. Needs no GPU.
+again and with start offsets.
 
     python -m benchmarks.turns --out benchmarks/results/v0.20.2/turns-cpu.md
     .venv-v0.33.0/bin/python -m benchmarks.turns --on v0.33.0 \
         --out benchmarks/results/v0.33.0/turns-cpu.md
+    python -m benchmarks.turns --on LINE --model qwen3-30b-a3b --new 1000 --sampled 128 --out FILE
+
+Without `--model` it needs no GPU. With it, a GPU serves a published shape with random weights.
 
 One server with prefix caching and `--routed-experts-opt-in`. In each round three conversations of
 equal lengths, in changing order: silent; all rows in each turn; `routed_experts_prompt_start` at
 the last token of the turns before. Each is the only one that runs. Every conversation has tokens
 of its own, so it hits the prefix cache of its own earlier turns alone. A turn's time ends when its
 rows are an array. The joined rows of the last round are compared with those of the whole sequence.
+A GPU rounds other sums in a whole sequence, so there the record says how many decisions differ.
 """
 
 from __future__ import annotations
@@ -33,20 +37,26 @@ import numpy as np
 from benchmarks.common import Failure, command, table
 from examples.client import PATH, Completion, join
 from examples.clients.turns import join_turns
+from harness import hosts
 from harness.checkpoint import make_checkpoint
 from harness.lines import FIRST, LINES
 from harness.paired import compare
 from harness.server import Server, ServerError
+from harness.shapes import MODELS, write_model
 
-LAYERS, TOP_K = 16, 8
 MODEL: dict[str, Any] = {
-    "num_hidden_layers": LAYERS,
+    "num_hidden_layers": 16,
     "num_experts": 32,
-    "num_experts_per_tok": TOP_K,
+    "num_experts_per_tok": 8,
     "moe_intermediate_size": 32,
 }
-SERVER = ["--enable-return-routed-experts", "--routed-experts-opt-in", "--max-model-len=2048"]
-TURNS, NEW, SAMPLED = 5, 300, 32
+SERVER = ["--enable-return-routed-experts", "--routed-experts-opt-in"]
+# On a GPU: CUDA graphs, and a KV cache that keeps all conversations of a round.
+GPU = [
+    *("--load-format=dummy", "--dtype=bfloat16", "--no-enforce-eager"),
+    f"--kv-cache-memory-bytes={4 << 30}",
+]
+TURNS = 5
 # What a turn asks for, by the name of the conversation.
 MODES = ("silent", "all rows", "new rows")
 
@@ -74,49 +84,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
     )
+    parser.add_argument("--model", choices=MODELS, help="serve this shape on a GPU")
+    parser.add_argument("--new", type=int, default=300, help="new tokens of a turn (%(default)s)")
+    parser.add_argument(
+        "--sampled", type=int, default=32, help="sampled tokens of a turn (%(default)s)"
+    )
     args = parser.parse_args(argv)
     try:
-        rounds = measure(args.rounds, args.on)
+        rounds, differ = measure(args)
     except (Failure, ServerError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    args.out.write_text(report(rounds))
+    args.out.write_text(report(rounds, args.new, args.sampled, differ))
     print(args.out.read_text())
     return 0
 
 
-def measure(count: int, line: str) -> list[dict[str, list[Turn]]]:
-    """Play the rounds; the turns of each by mode."""
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, list[Turn]]], str]:
+    """Play the rounds; the turns of each by mode, and how the joined rows compare."""
     rng = np.random.default_rng(0)
     rounds = []
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = make_checkpoint(Path(folder) / "model", **MODEL)
+    server_args = [*SERVER, f"--max-model-len={TURNS * (args.new + args.sampled) + 512}"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.model:
+            # What the other lines' servers get is for a CPU.
+            options: dict[str, Any] = {"env": {**hosts.environment(), "TORCH_COMPILE_DISABLE": "0"}}
+            write_model(folder / "model", args.model)
+            make_checkpoint(folder / "tokenizer")
+            server_args += [*GPU, f"--tokenizer={folder / 'tokenizer'}"]
+            if "--enable-scale-out" in LINES[args.on].arguments:
+                server_args.append("--enable-scale-out")
+        else:
+            options = {"line": args.on}
+            make_checkpoint(folder / "model", **MODEL)
         with (
-            Server(checkpoint, Path(folder) / "server.log", SERVER, line=line) as server,
+            Server(folder / "model", folder / "server.log", server_args, **options) as server,
             httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client,
         ):
-            for n in range(-1, count):  # the first one warms up
+            for n in range(-1, args.rounds):  # the first one warms up
                 order = [MODES[(n + i) % len(MODES)] for i in range(len(MODES))]
-                played = {mode: list(converse(client, mode, rng)) for mode in order}
+                played = {mode: list(converse(client, mode, rng, args)) for mode in order}
                 if n >= 0:
                     rounds.append(played)
-            check(client, [turn for turn in played["new rows"] if turn.completion])
-    return rounds
+            wrong, of = check(client, [turn for turn in played["new rows"] if turn.completion])
+    if wrong and not args.model:
+        raise Failure(f"{wrong} of {of} joined decisions are others than in the whole sequence")
+    return rounds, f"{wrong:,} of {of:,}"
 
 
-def converse(client: httpx.Client, mode: str, rng: np.random.Generator) -> Iterator[Turn]:
+def converse(
+    client: httpx.Client, mode: str, rng: np.random.Generator, args: argparse.Namespace
+) -> Iterator[Turn]:
     """One conversation."""
     said: list[int] = []
     for _ in range(TURNS):
         start = max(0, len(said) - 1) if mode == "new rows" else 0
-        prompt = [*said, *(int(t) for t in rng.integers(4, 700, NEW))]
-        turn = ask(client, prompt, start, silent=mode == "silent")
+        prompt = [*said, *(int(t) for t in rng.integers(4, 700, args.new))]
+        turn = ask(client, prompt, start, args.sampled, silent=mode == "silent")
         said = [*prompt, *turn.tokens]
         yield turn
 
 
-def ask(client: httpx.Client, prompt: list[int], start: int = 0, *, silent: bool = False) -> Turn:
-    sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": SAMPLED}
+def ask(
+    client: httpx.Client, prompt: list[int], start: int, sampled: int, *, silent: bool = False
+) -> Turn:
+    sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": sampled}
     if not silent:
         sampling |= {"return_routed_experts": True, "routed_experts_prompt_start": start}
     body = {"token_ids": prompt, "sampling_params": sampling}
@@ -130,19 +163,21 @@ def ask(client: httpx.Client, prompt: list[int], start: int = 0, *, silent: bool
     return Turn(len(reply.content), seconds, completion, tuple(answer["choices"][0]["token_ids"]))
 
 
-def check(client: httpx.Client, turns: list[Turn]) -> None:
-    """The rows of the turns joined are those of the whole sequence."""
+def check(client: httpx.Client, turns: list[Turn]) -> tuple[int, int]:
+    """How many decisions of the turns' joined rows are others than in the whole sequence, and how
+    many there are."""
     joined = join_turns([turn.completion for turn in turns if turn.completion])
-    whole = ask(client, [*joined.prompt, *joined.token_ids]).completion
+    whole = ask(client, [*joined.prompt, *joined.token_ids], 0, 1).completion
     assert whole is not None
     same = np.sort(joined.rows, axis=-1) == np.sort(whole.rows[: len(joined.rows)], axis=-1)
-    if not same.all():
-        wrong = int((~same.all(axis=(1, 2))).sum())
-        raise Failure(f"{wrong} joined rows are others than those of the whole sequence")
+    decisions = same.all(axis=-1)
+    return int((~decisions).sum()), decisions.size
 
 
-def report(rounds: list[dict[str, list[Turn]]]) -> str:
-    """The record."""
+def report(
+    rounds: list[dict[str, list[Turn]]], new: int = 300, sampled: int = 32, differ: str = ""
+) -> str:
+    """The record. `differ` says how many joined decisions are others than in the whole sequence."""
 
     def millis(mode: str, turn: int) -> float:
         return 1e3 * statistics.median(played[mode][turn].seconds for played in rounds)
@@ -163,7 +198,7 @@ def report(rounds: list[dict[str, list[Turn]]]) -> str:
     ]
     lines = []
     for turn in range(TURNS):
-        tokens = NEW * (turn + 1) + SAMPLED * turn
+        tokens = new * (turn + 1) + sampled * turn
         lines.append(
             [
                 str(turn + 1),
@@ -174,8 +209,10 @@ def report(rounds: list[dict[str, list[Turn]]]) -> str:
             ]
         )
     sums = {mode: sum(kilobytes(mode, turn) for turn in range(TURNS)) for mode in MODES}
+    completion = rounds[0]["all rows"][0].completion
+    shape = completion.rows.shape[1:] if completion else (0, 0)
     setting = (
-        f"{LAYERS} layers, top-{TOP_K}, uint8; {NEW} new and {SAMPLED} sampled tokens a turn; "
+        "{} layers, top-{}; ".format(*shape) + f"{new} new and {sampled} sampled tokens a turn; "
         f"prefix caching; {len(rounds)} rounds; {os.cpu_count()} cores, at the end "
         f"with a load average of {os.getloadavg()[2]:.0f} in 15 minutes; "
         f"vllm {importlib.metadata.version('vllm')}. Medians of the rounds; differences within a "
@@ -184,7 +221,8 @@ def report(rounds: list[dict[str, list[Turn]]]) -> str:
     whole = (
         f"All turns: {sums['all rows']:,.0f} kB with all rows each time, "
         f"{sums['new rows']:,.0f} kB with new rows alone, {sums['silent']:,.0f} kB without "
-        "rows. Joined rows of the last conversation equal those of its whole sequence."
+        f"rows. In the joined rows of the last conversation, {differ} decisions (one token and one "
+        "layer) are others than if its whole sequence is one prompt."
     )
     title = f"# A rollout of {TURNS} turns over HTTP"
     run = f"`python {' '.join(command())}`: {setting}"
