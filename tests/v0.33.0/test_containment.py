@@ -251,8 +251,9 @@ def test_a_fault_at_the_begin_of_a_step_does_no_harm_later(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In the step of the fault, requests begin and end, and the scheduler retains stored rows."""
-    setup = model.Setup(asynchronous=asynchronous, depth=1 + asynchronous, also=("reset",))
+    """In the step of the fault, requests begin and end, and the scheduler retains stored rows.
+    Prompts that were cached before are computed again."""
+    setup = model.Setup(asynchronous=asynchronous, depth=1 + asynchronous)
     engine = model.Engine(setup)
     try:
         for prompt in PROMPTS.values():
@@ -261,18 +262,15 @@ def test_a_fault_at_the_begin_of_a_step_does_no_harm_later(
         with monkeypatch.context() as patch:
             fail_step(name)(engine, patch)
             for prompt in PROMPTS.values():
-                engine.add(prompt, 6)
+                engine.add([1, *prompt], 6)
             engine.drain()
-        # What they found in the store may be lost too.
-        for _ in range(2):
-            later = len(engine.requests)
-            for prompt in PROMPTS.values():
-                engine.add(prompt, 6)
-            engine.drain()
+        later = len(engine.requests)
+        for prompt in PROMPTS.values():
+            engine.add(prompt, 6)
+        engine.drain()
         for req_id in map(str, range(later, len(engine.requests))):
             assert engine.requests[req_id].status == RequestStatus.FINISHED_LENGTH_CAPPED
             assert engine.ends[req_id] == engine.requests[req_id].num_tokens - 1
-        engine.reset(running=False)
         check_nothing_is_left(engine)
         assert "Auxiliary outputs that were not stored are lost." not in caplog.messages
     finally:
@@ -342,9 +340,6 @@ def test_no_request_takes_stale_rows_in_place_of_those_of_a_failed_one(
         engine.add(prompt, 6)
         engine.drain()
         assert engine.requests["4"].status == RequestStatus.FINISHED_LENGTH_CAPPED
-        if fault is fail_begin:
-            # The store was cleared of what the scheduler counts.
-            engine.scheduler.reset_prefix_cache()
         check_nothing_is_left(engine)
     finally:
         engine.runner.connector.close()
