@@ -78,7 +78,7 @@ MUTANTS = [
         CONNECTOR,
         "elif block.has_aux_output or (",
         "elif True or (",
-        setups="silent",
+        setups="remote",
     ),
     Mutant(
         "kept rows never released",
@@ -102,13 +102,6 @@ MUTANTS = [
         "",
         setups="reset",
     ),
-    Mutant(
-        "running requests not told again after a reset",
-        CONNECTOR,
-        "        self._unsent.update(dict.fromkeys(self._sent_hash_counts))\n",
-        "",
-        setups="reset",
-    ),
     # Rewinds.
     Mutant(
         "rewound request not told",
@@ -123,12 +116,6 @@ MUTANTS = [
         "            rewound_requests[request_id] = request.num_computed_tokens\n",
         "            rewound_requests[request_id] = 0\n",
         setups="session or failed",
-    ),
-    Mutant(
-        "preempted request not told again",
-        CONNECTOR,
-        "        else:\n            self._unsent[request_id] = None\n",
-        "",
     ),
     # Truncation at accepted tokens.
     Mutant(

@@ -527,10 +527,13 @@ class Engine:
             **more,
         )
 
-    def reload(self, prompt: list[int], kind: int, lose: int | None) -> None:
+    def reload(self, prompt: list[int], kind: int, lose: int | None, received: bool) -> None:
         """Ask for a prompt whose KV has left the GPU: the connector loads it, or loses a block."""
         prompt = [*prompt, *range(2 * BLOCK)]
-        self.add(prompt, 1)
+        if received and "receive" in self.setup.also:
+            self.receive(prompt, 1, 0, session=False)
+        else:
+            self.add(prompt, 1)
         self.drain()
         self.add(list(range(VOCABULARY, VOCABULARY + MAX_LEN - 2)), 1)
         self.drain()
@@ -840,7 +843,13 @@ MORE = {
     "reset": [operation("reset", st.booleans()), operation("reset_beside_waiting", PROMPTS)],
     "update": [operation("update")],
     "reload": [
-        operation("reload", PROMPTS, st.integers(2, 3), st.one_of(st.none(), st.integers(0, 5)))
+        operation(
+            "reload",
+            PROMPTS,
+            st.integers(2, 3),
+            st.one_of(st.none(), st.integers(0, 5)),
+            st.booleans(),
+        )
     ],
     "receive": [
         operation("receive", PROMPTS, st.integers(1, 8), STARTS, st.booleans()),
