@@ -206,6 +206,12 @@ _GEMMA4 = {
     **_SLIDING,
     "tie_word_embeddings": True,
 }
+_ARIA = {
+    "head_dim": 32,
+    "moe_num_experts": 16,
+    "moe_num_shared_experts": 1,
+    "intermediate_size": 64,
+}
 _LLAMA4 = {
     "head_dim": 32,
     "num_local_experts": 8,
@@ -561,6 +567,36 @@ FAMILIES |= {
             "tie_word_embeddings": True,
             "layer_types": ["full_attention"] * 4,
         },
+    ),
+    "aria": Family(
+        "Aria",
+        router=("mlp.router",),
+        experts="moe_num_experts",
+        top_k="moe_topk",
+        # Its configuration takes the dictionary of the text model by this name.
+        settings={"model_type": "aria_text", **_ARIA},
+        layers="model.language_model.layers",
+        vision={
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+    "aria_text": Family(
+        "AriaText",
+        router=("mlp.router",),
+        experts="moe_num_experts",
+        top_k="moe_topk",
+        settings=_ARIA,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5Moe",
+        settings={**_EXPERTS, **_LINEAR},
+        layers="model.language_model.layers",
+        vision={**_VISION, "num_position_embeddings": 64},
     ),
 }
 

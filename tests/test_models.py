@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.on_cpu import NOT_TESTED, TESTED
+from harness.on_cpu import NOT_IN_TRANSFORMERS, NOT_TESTED, TESTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +19,12 @@ def test_documentation_lists_the_families_of_the_tests() -> None:
     text = (ROOT / "docs/features.md").read_text(encoding="utf-8")
     listed = [row for row in text.split("## Models")[1].splitlines() if row.startswith("| `")]
     assert listed == rows
+
+
+def test_documentation_lists_the_models_that_transformers_lacks() -> None:
+    text = " ".join((ROOT / "docs/features.md").read_text(encoding="utf-8").split())
+    for line, names in NOT_IN_TRANSFORMERS.items():
+        assert f"- {line}: " + ", ".join(f"`{name}`" for name in names) in text
 
 
 def test_no_family_is_both_tested_and_not() -> None:

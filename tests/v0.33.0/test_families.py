@@ -46,6 +46,11 @@ SIGMOID = Choice(top_k=4, scoring="sigmoid")
 CASES = {
     "gpt_oss": BY_OWN_LOGITS["gpt_oss"],
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", options={"dtype": "bfloat16"}),
+    "qwen3_5_moe": Case(
+        "qwen3_5_moe",
+        # The checkpoint has no image processor.
+        options={"dtype": "bfloat16", "limit_mm_per_prompt": {"image": 0, "video": 0}},
+    ),
     "deepseek_v2": Case(
         "deepseek_v2",
         {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"},
