@@ -10,6 +10,8 @@ from pathlib import Path
 
 # A folder for PYTHONPATH: the package `triton_interpreted`, and metadata that Triton finds it by.
 _INTERPRETED = Path(__file__).with_name("interpreted")
+# Another one: the package `cohere`, without which v0.33.0 has no `/cohere/v2/chat`.
+_STAND_INS = Path(__file__).with_name("stand_ins")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ LINES: dict[str, Line] = {
             "VLLM_USE_V2_MODEL_RUNNER": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         },
-        packages=(_INTERPRETED,),
+        packages=(_INTERPRETED, _STAND_INS),
         ready_s=900.0,
     ),
 }
