@@ -109,6 +109,8 @@ def post(server: Server, path: str, body: str) -> tuple[int, str]:
         content=body,
         headers={"Content-Type": "application/json"},
         timeout=60,
+        trust_env=False,
+        verify=False,  # certificates of the system take longer to load than most answers take
     )
     return streamed_error(reply.text) or reply.status_code, reply.text
 
