@@ -69,7 +69,7 @@ _OLD_TRANSFORMERS = _no(
     "Transformers modeling backend requires transformers>=5.0.0 for MoE models support, "
     "but got 4.57.6"
 )
-_OTHER_TOKENS = "not compared: without rows too, vLLM's tokens differ from those of `transformers`"
+_OTHER_TOKENS = "not compared: without rows too, vLLM and `transformers` generate different tokens"
 
 
 def _lacks(what: str) -> str:
