@@ -25,7 +25,6 @@ from benchmarks.common import table as markdown
 from examples.client import decode_rows
 from harness.lines import FIRST, LINES
 from harness.process import ENVIRONMENT
-from tests.clients import rules
 from tests.clients.driving import Turn, encode, read_record, refuse_error, try_record
 from tests.clients.recorder import BEHAVIOURS, LINE, MODELS, record
 from tools.common.pin import Project
@@ -53,13 +52,11 @@ class Client:
             build/clients, its lock, and the module `with_<environment>.py` that runs there.
         engine: the class in which the client holds vLLM. `engine_<environment>.py` runs it in this
             environment, and the other module takes its answers instead of the server's.
-        rule: of a client that cannot be installed.
     """
 
     asked: Sequence[str]
-    packages: tuple[str, ...] = ()
+    packages: tuple[str, ...]
     engine: str = ""
-    rule: rules.Rule | None = None
 
     @property
     def environment(self) -> Path:
@@ -91,9 +88,6 @@ CLIENTS = {
         if LINE == FIRST
         else {"SkyRL, its server": Client((*ENGINES, "several turns"), ("skyrl",), "HTTP server")}
     ),
-    "vime": Client((*WHOLE, *ABORTS), rule=rules.vime),
-    "NeMo-RL": Client(WHOLE, rule=rules.nemo_rl),
-    "slime, AReaL, ROLL": Client((*WHOLE, *ABORTS), rule=rules.sglang),
 }
 
 
@@ -270,8 +264,6 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
 def label(name: str) -> str:
     """A client with its locked versions."""
     client = CLIENTS[name]
-    if client.rule:
-        return f"{name}, by its rule"
     if client.engine:
         return f"the same, rows of its own {client.engine}"
     lock = (ROOT / "requirements" / f"clients-{client.packages[0]}.in").read_text()

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from examples.client import Completion, join
 
@@ -30,7 +29,6 @@ SETTINGS = {
 }
 # Tokens of a model that aborts are tried on, and of an answer that is aborted: it cannot end first.
 LENGTH, LONG = 32_768, 32_000
-Routes = npt.NDArray[np.int64]
 
 
 @dataclass

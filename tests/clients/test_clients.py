@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from examples.replay import replay
 from harness import oracle
 from harness.lines import FIRST
-from tests.clients import rules
 from tests.clients.conftest import BROKEN, CLIENTS, RECIPES, Answers
 from tests.clients.driving import OWN, read_record, refuse_error
 from tests.clients.recorder import BEHAVIOURS, LINE
@@ -64,16 +63,10 @@ def test_client_takes_the_oracles_rows(
     replayed: Callable[[str], Path],
     table: dict[tuple[str, str], str],
 ) -> None:
-    """By its own code, also on rows of its own engine, or by its rule if it cannot be installed."""
-    rule = CLIENTS[client].rule
-    folder = answers.records if rule else replayed(client)
+    """By its own code, also on rows of its own engine."""
+    folder = replayed(client)
     table[client, behaviour] = "**wrong**"
-    samples: Sequence[tuple[Any, Any]]
-    if rule:
-        refuse_error(folder, behaviour)
-        samples = rules.apply(rule, read_record(folder / f"{behaviour}.json"))
-    else:
-        samples = read_samples(folder, behaviour)
+    samples = read_samples(folder, behaviour)
     rows = count_true_rows(answers.checkpoints[BEHAVIOURS[behaviour]], samples)
     table[client, behaviour] = str(rows)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes of `examples/clients`, by their rules: without the clients' packages."""
+"""Recipes of `examples/clients`, without the clients' packages."""
 
 from __future__ import annotations
 
