@@ -17,7 +17,7 @@ class Stub:
     """It closes connections without notice, as vLLM does after a refusal.
 
     Attributes:
-        answer: to each POST: JSON, a text, or a list of them as the events of a stream.
+        answer: to each POST: JSON or a text.
         status: of the answer.
         health: status of `/health`.
         together: requests that must wait before it answers.
@@ -48,11 +48,8 @@ class Stub:
                 body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
                 self.sent.append({"path": handler.path, **body})
                 barrier.wait(60)
-                chunks = self.answer if isinstance(self.answer, list) else [self.answer]
-                texts = [c if isinstance(c, str) else json.dumps(c) for c in chunks]
-                if chunks is self.answer:
-                    texts = [f"data: {text}\n\n" for text in texts]
-                handler.reply(self.status, "".join(texts).encode())
+                text = self.answer if isinstance(self.answer, str) else json.dumps(self.answer)
+                handler.reply(self.status, text.encode())
 
             def do_GET(handler) -> None:
                 handler.reply(self.health if handler.path == "/health" else 404, b"")

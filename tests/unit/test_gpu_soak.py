@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -26,28 +27,16 @@ def test_layout_is_named(gpus: int, tp: int, name: str) -> None:
 def test_engines_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[dict[str, Any], dict[str, str]]] = []
 
-    class Ended:
+    def ended(command: list[str], log: Path, env: dict[str, str]) -> MagicMock:
         """An engine that has ended."""
+        started.append((json.loads(Path(command[-1]).read_text()), env))
+        engine = MagicMock()
+        engine.__enter__.return_value = engine
+        engine.poll.return_value = 1
+        engine.first_error.return_value = engine.tail.return_value = "ended by the test"
+        return engine
 
-        def __init__(self, command: list[str], log: Path, env: dict[str, str]) -> None:
-            started.append((json.loads(Path(command[-1]).read_text()), env))
-
-        def __enter__(self) -> Ended:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def poll(self) -> int:
-            return 1
-
-        def first_error(self) -> str:
-            return "ended by the test"
-
-        def tail(self, lines: int) -> str:
-            return ""
-
-    monkeypatch.setattr("harness.hosts.Kept", Ended)
+    monkeypatch.setattr("harness.hosts.Kept", ended)
     argv = ["soak", "run", "--build-label", "x", "--gpus", "4", "--tp", "2"]
     monkeypatch.setattr("sys.argv", [*argv, "--out", str(tmp_path)])
     assert soak.main() == 1
@@ -114,25 +103,15 @@ compiler.kill()
 """
 
 
-@pytest.fixture(scope="module")
-def late_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Whether a child without a handler of the signal lives, and the stacks."""
+def test_stacks_of_a_late_step_are_kept_once_and_its_child_gets_no_signal(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    folder = tmp_path_factory.mktemp("late")
-    file, script = folder / "stacks.txt", folder / "late_step.py"
-    script.write_text(LATE_STEP)
-    command = [sys.executable, str(script), str(file)]
+    (tmp_path / "late_step.py").write_text(LATE_STEP)
+    command = [sys.executable, str(tmp_path / "late_step.py"), str(tmp_path / "stacks.txt")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
     output = subprocess.check_output(command, env=environment, text=True)
-    return output.strip(), file.read_text()
-
-
-def test_stacks_of_a_late_step_are_kept_once(late_step: tuple[str, str]) -> None:
-    _, text = late_step
+    # The child has no handler of the signal, which would end it.
+    assert output.strip() == "alive"
+    text = (tmp_path / "stacks.txt").read_text()
     assert text.count(" step took ") == 1
     assert "in late_step" in text
-
-
-def test_child_without_a_handler_gets_no_signal(late_step: tuple[str, str]) -> None:
-    assert late_step[0] == "alive"

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -44,18 +45,12 @@ def test_rank_that_fails_ends_the_group(tmp_path: Path, monkeypatch: pytest.Monk
     assert run_group(tmp_path, monkeypatch, fails=1) == "an engine ended: RuntimeError: not today"
 
 
-class Rank:
-    def __init__(self, ended: bool = False, error: str = "") -> None:
-        self.ended, self.error = ended, error
-
-    def poll(self) -> int | None:
-        return 1 if self.ended else None
-
-    def first_error(self) -> str:
-        return self.error
-
-    def last_line(self) -> str:
-        return "the last line"
+def rank(ended: bool = False, error: str = "") -> Any:
+    return Mock(
+        poll=lambda: 1 if ended else None,
+        first_error=lambda: error,
+        last_line=lambda: "the last line",
+    )
 
 
 def wait(folder: Path, *ranks: Any, limit_s: float = 600.0) -> str:
@@ -63,22 +58,18 @@ def wait(folder: Path, *ranks: Any, limit_s: float = 600.0) -> str:
 
 
 def test_ranks_that_have_met_may_end(tmp_path: Path) -> None:
-    meetings = [
-        threading.Thread(target=hosts.meet, args=(tmp_path, "done", rank, 2)) for rank in range(2)
-    ]
-    for meeting in meetings:
-        meeting.start()
-    assert wait(tmp_path, Rank(), Rank()) == ""
-    for meeting in meetings:
-        meeting.join()
-    assert wait(tmp_path, Rank(ended=True), Rank()) == ""
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(2):
+            pool.submit(hosts.meet, tmp_path, "done", number, 2)
+        assert wait(tmp_path, rank(), rank()) == ""
+    assert wait(tmp_path, rank(ended=True), rank()) == ""
 
 
 def test_rank_that_ends_before_is_told_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "done-0").touch()
-    why = wait(tmp_path, Rank(ended=True), Rank(ended=True, error="ValueError: no"))
+    why = wait(tmp_path, rank(ended=True), rank(ended=True, error="ValueError: no"))
     assert why == "an engine ended: ValueError: no"
 
 
 def test_time_that_is_up_is_told(tmp_path: Path) -> None:
-    assert wait(tmp_path, Rank(), limit_s=0.0) == "not finished after 0 s: the last line"
+    assert wait(tmp_path, rank(), limit_s=0.0) == "not finished after 0 s: the last line"
