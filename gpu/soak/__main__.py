@@ -11,9 +11,8 @@ sequence parallel. Each keeps 96 unfinished requests: 16 to 1,024 tokens in, 16 
 second it records finished requests, output tokens, steps, the longest gap between two steps, and
 the memory of processes and GPUs. Then come the faults: five times 64 equal requests at once, and,
 where the build supports it, every copy of rows to the host delayed by 20 ms. The record is
-rewritten every few seconds, so that a killed run keeps its data. Beside it are the stacks of all
-processes in steps that took more than 0.25 s. It also runs with the pristine release; `--flag off`
-runs either build without the feature.
+rewritten every few seconds, so that a killed run keeps its data. It also runs with the pristine
+release; `--flag off` runs either build without the feature.
 
 With `--flag opt-in`, the load comes in pairs of turns of the same 96 requests of 512 tokens in, 128
 out: nobody asks in one turn, everybody in the other. The report says how much longer turns and
@@ -25,7 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -128,8 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
                 record["logs"] = [engine.tail(80) for engine in engines]
             record["end"] = why or "finished"
             look()
-        for stacks in scratch.glob("stacks-*.txt"):
-            shutil.copy(stacks, arguments.out / f"{name}-{stacks.name}")
     report = {k: v for k, v in record.items() if k not in ("ranks", "logs")}
     print(json.dumps({**report, "summary": [r["summary"] for r in record["ranks"]]}, indent=1))
     if "logs" in record:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import collections
 import json
 import statistics
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import family, mebibytes
-from gpu.soak import stacks
 from harness import hosts
 
 UNFINISHED = 96
@@ -36,7 +34,6 @@ class Load:
         self.engine = llm.llm_engine
         self.rng = np.random.default_rng(spec["rank"])
         self.number = 0
-        self.step_began: float | None = None
         self.last_step = time.monotonic()
         self.gap = 0.0
         self.gaps: list[float] = []
@@ -69,9 +66,7 @@ class Load:
             self.add(int(self.rng.integers(16, 1025)), int(self.rng.integers(16, 257)))
 
     def step(self) -> None:
-        self.step_began = time.monotonic()
         outputs = self.engine.step()
-        self.step_began = None
         now = time.monotonic()
         gap = now - self.last_step
         self.gap = max(self.gap, gap)
@@ -133,10 +128,6 @@ def record_seconds(load: Load, stop: threading.Event, file: Path, phase: list[st
             out.flush()
 
 
-def stacks_file(spec: dict[str, Any]) -> Path:
-    return Path(spec["scratch"]) / f"stacks-{spec['rank']}.txt"
-
-
 def meet(scratch: Path, name: str, spec: dict[str, Any]) -> None:
     hosts.meet(scratch, name, spec["rank"], spec["ranks"])
 
@@ -167,10 +158,6 @@ def run_engine(spec: dict[str, Any]) -> None:
         target=record_seconds, args=(load, stop, scratch / f"seconds-{rank}.jsonl", phase)
     )
     recorder.start()
-    watcher = threading.Thread(
-        target=stacks.watch, args=(lambda: load.step_began, stop, stacks_file(spec))
-    )
-    watcher.start()
     summary: dict[str, Any] = {}
 
     def run_for(seconds: float, name: str) -> None:
@@ -262,7 +249,6 @@ def run_engine(spec: dict[str, Any]) -> None:
         llm.collective_rpc("delay_copies", args=(0.0,))
     stop.set()
     recorder.join()
-    watcher.join()
     summary["rows"] = load.rows
     summary["finished"] = load.finished
     summary["without_all_rows"] = load.bad
@@ -271,8 +257,5 @@ def run_engine(spec: dict[str, Any]) -> None:
     hosts.leave(llm)
 
 
-# vLLM's processes are spawned, and import this module, or inherit what it did.
-if __name__ in ("__main__", "__mp_main__"):
-    stacks.register(stacks_file(json.loads(Path(sys.argv[1]).read_text())))
-    if __name__ == "__main__":
-        hosts.run(run_engine)
+if __name__ == "__main__":
+    hosts.run(run_engine)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.common import Failure, Records
 from benchmarks.overhead.__main__ import read_arguments, turns_of
 from benchmarks.overhead.builds import Build, Variant, read_builds, read_variants
-from benchmarks.overhead.loads import LOADS, TINY_LOADS, Load
+from benchmarks.overhead.loads import LOADS, TINY_LOADS
 from benchmarks.overhead.report import comparisons, pairs_to_compare, report_text, write_report
 
 SETUP = {
@@ -99,15 +99,6 @@ def test_build_without_an_engine_that_is_off_is_compared_with_the_first_build() 
 @pytest.mark.parametrize(("mode", "asking"), [("silent", 0), ("tenth", 12), ("all", 128)])
 def test_share_of_the_requests_that_ask(mode: str, asking: int) -> None:
     assert sum(map(bool, LOADS["decode"].asks(mode))) == asking
-
-
-def test_prompts_depend_on_the_round_alone() -> None:
-    load = Load(3, 5, 1, shared=4)
-    prompts = load.first_prompts("x 1", 100)
-    assert prompts == load.first_prompts("x 1", 100)
-    assert prompts != load.first_prompts("x 2", 100)
-    assert len({tuple(p[:4]) for p in prompts}) == 1
-    assert len({tuple(p[4:]) for p in prompts}) == 3
 
 
 @pytest.mark.parametrize("word", ["a", "a:of", "c:off", ":off", "a:off"])

@@ -52,13 +52,6 @@ def make_turn(prompt: int, tokens: int, start: int = 0, all_rows: Any = None) ->
     )
 
 
-def test_turns_that_ask_for_new_rows_alone_join_to_all_rows() -> None:
-    turns = [make_turn(5, 3), make_turn(12, 4, start=7), make_turn(20, 2, start=15)]
-    whole = join_turns(turns)
-    np.testing.assert_array_equal(whole.rows, make_rows(64)[:21])
-    assert (whole.start, len(whole.prompt), len(whole.token_ids)) == (0, 20, 2)
-
-
 def fake_generate(url: str, prompt: list[int], sampling: Any, *, start: int) -> list[Completion]:
     """A server that answers each turn with four tokens."""
     return [make_turn(len(prompt), 4, start)]

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -68,50 +65,3 @@ def test_report_compares_turns_of_the_same_requests(tmp_path: Path) -> None:
         "turns": "+2.00 % [+2.00, +2.00]",
         "steps": "+1.00 % [+1.00, +1.00]",
     }
-
-
-LATE_STEP = """
-import subprocess, sys, threading, time
-from pathlib import Path
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from gpu.soak import stacks
-
-@triton.jit
-def one(out):
-    tl.store(out, 1.0)
-
-def late_step():
-    while "in late_step" not in file.read_text():
-        time.sleep(0.01)
-
-file = Path(sys.argv[1])
-stacks.register(file)
-# Its LLVM installs handlers of many signals.
-triton.compile(ASTSource(one, {"out": "*fp32"}), target=GPUTarget("cuda", 90, 32))
-compiler = subprocess.Popen(["sleep", "60"])
-stop, start = threading.Event(), time.monotonic()
-thread = threading.Thread(target=stacks.watch, args=(lambda: start, stop, file))
-thread.start()
-late_step()
-stop.set()
-thread.join()
-print("alive" if compiler.poll() is None else "ended")
-compiler.kill()
-"""
-
-
-def test_stacks_of_a_late_step_are_kept_once_and_its_child_gets_no_signal(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    (tmp_path / "late_step.py").write_text(LATE_STEP)
-    command = [sys.executable, str(tmp_path / "late_step.py"), str(tmp_path / "stacks.txt")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
-    output = subprocess.check_output(command, env=environment, text=True)
-    # The child has no handler of the signal, which would end it.
-    assert output.strip() == "alive"
-    text = (tmp_path / "stacks.txt").read_text()
-    assert text.count(" step took ") == 1
-    assert "in late_step" in text
