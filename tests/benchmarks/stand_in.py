@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TORCH = '__version__ = "4.5"\n'
-
 VLLM = """
 import os, time
 from pathlib import Path
@@ -66,22 +64,13 @@ class LLM:
             self.llm_engine.step()
         if (COSTS / "dies").exists() and any(asking) and len(prompts) > 1:
             os._exit(3)
-        return [
-            SimpleNamespace(
-                num_cached_tokens=0,
-                outputs=[
-                    SimpleNamespace(
-                        token_ids=[sum(prompt["prompt_token_ids"]) % 97] * steps,
-                        routed_experts=np.zeros(
-                            (len(prompt["prompt_token_ids"]) + steps - 1, 2, 2), np.uint8
-                        )
-                        if asks
-                        else None,
-                    )
-                ],
-            )
-            for prompt, asks in zip(prompts, asking)
-        ]
+        answers = []
+        for prompt, asks in zip(prompts, asking):
+            ids = prompt["prompt_token_ids"]
+            rows = np.zeros((len(ids) + steps - 1, 2, 2), np.uint8) if asks else None
+            output = SimpleNamespace(token_ids=[sum(ids) % 97] * steps, routed_experts=rows)
+            answers.append(SimpleNamespace(num_cached_tokens=0, outputs=[output]))
+        return answers
 """
 
 
@@ -90,5 +79,5 @@ def make_stand_in(folder: Path) -> Path:
     (folder / "vllm").mkdir(parents=True)
     (folder / "costs").mkdir()
     (folder / "vllm/__init__.py").write_text(VLLM)
-    (folder / "torch.py").write_text(TORCH)
+    (folder / "torch.py").write_text('__version__ = "4.5"\n')
     return folder
