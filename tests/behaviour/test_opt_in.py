@@ -66,14 +66,6 @@ def test_tokens_and_logprobs_are_the_same_whoever_asks(llm: LLM, off: LLM) -> No
             assert got.outputs[0].logprobs == want.outputs[0].logprobs
 
 
-@pytest.mark.parametrize("spelling", ["fields", "extra_args"])
-@pytest.mark.parametrize("start", [0, 1, 89, 90])
-def test_rows_begin_where_asked(llm: LLM, model: Path, start: int, spelling: str) -> None:
-    asks: Any = {"return_routed_experts": True, "routed_experts_prompt_start": start}
-    (output,) = ask(llm, PROMPTS[1], **(asks if spelling == "fields" else {"extra_args": asks}))
-    assert_true_rows(model, PROMPTS[1], output.outputs[0], start)
-
-
 def test_leftover_arguments_do_not_reach_a_worker_without_the_feature(off: LLM) -> None:
     """A request from elsewhere may bypass the input processor."""
     engine = off.llm_engine
@@ -91,13 +83,6 @@ def test_leftover_arguments_do_not_reach_a_worker_without_the_feature(off: LLM) 
         outputs += engine.step()
     assert len(outputs[-1].outputs[0].token_ids) == 6
     assert outputs[-1].outputs[0].routed_experts is None
-
-
-def test_request_without_tokens_left_to_show_gets_an_empty_array(llm: LLM) -> None:
-    asks = {"return_routed_experts": True, "routed_experts_prompt_start": 5}
-    completion = ask(llm, PROMPTS[0], max_tokens=1, **asks)[0].outputs[0]
-    assert completion.routed_experts.shape == (0, 4, 4)
-    assert completion.routed_experts_start == 5
 
 
 def test_beam_search_goes_without_rows(model: Path) -> None:
