@@ -96,15 +96,13 @@ class Comparison:
         agree: rows whose every decision agrees, or differs only among tied experts.
         decisions: decisions compared (rows times MoE layers).
         ties: decisions whose margin is below `TIE`, agreeing or not.
-        excused: decisions that differ only among tied experts.
-        disagreements: all other decisions that differ, by position and layer.
+        disagreements: decisions that differ beyond tied experts, by position and layer.
     """
 
     rows: int = 0
     agree: int = 0
     decisions: int = 0
     ties: int = 0
-    excused: int = 0
     disagreements: list[Disagreement] = field(default_factory=list)
 
     def __add__(self, other: Comparison) -> Comparison:
@@ -113,7 +111,6 @@ class Comparison:
             self.agree + other.agree,
             self.decisions + other.decisions,
             self.ties + other.ties,
-            self.excused + other.excused,
             self.disagreements + other.disagreements,
         )
 
@@ -284,7 +281,6 @@ def compare(
         agree=count - int(bad_rows.sum()),
         decisions=margin.size,
         ties=int((margin < tie).sum()),
-        excused=int((differ.any(axis=-1) & ~wrong).sum()),
         disagreements=disagreements,
     )
 

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ import torch
 
 from harness import oracle
 from harness.checkpoint import make_checkpoint
+from harness.lines import FIRST
 from harness.process import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -77,6 +77,12 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def line() -> str:
+    """The line of `patches/` that the tests run on. The folder of another line has its own."""
+    return FIRST
+
+
+@pytest.fixture(scope="session")
 def model(checkpoint: Callable[..., Path]) -> Path:
     """A small Qwen3-MoE of four layers, the second one dense."""
     return checkpoint(mlp_only_layers=[1])
@@ -97,13 +103,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 # Models of the engines in this process.
 _running: list[Path] = []
-
-
-@pytest.fixture(scope="module")
-def one_engine(model: Path) -> Iterator[LLM]:
-    """Whose rows those of a prefill and a decode engine must be."""
-    with running(model, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
-        yield llm
 
 
 @contextmanager
@@ -188,14 +187,13 @@ def scheduler_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def assert_rows(
-    model: Path, tokens: Sequence[int], rows: npt.NDArray[Any], start: int = 0
-) -> oracle.Comparison:
+def assert_rows(model: Path, tokens: Sequence[int], rows: npt.NDArray[Any], start: int = 0) -> None:
     """Every position from `start` on but the last has the oracle's row."""
     assert len(rows) == len(tokens) - 1 - start
     comparison = oracle.compare(rows, oracle.route(model, tokens), start)
     assert comparison.agree == comparison.rows, comparison.disagreements[0]
-    return comparison
+    # Agreement means little if ties are common. A few may occur in any sequence.
+    assert comparison.ties <= 1 + comparison.decisions // 200
 
 
 def assert_true_rows(
@@ -207,25 +205,7 @@ def assert_true_rows(
     assert completion.routed_experts_start == start
     assert completion.num_prompt_tokens == len(prompt)
     assert tuple(completion.moe_layers) == oracle.route(model, tokens).layers
-    comparison = assert_rows(model, tokens, completion.routed_experts, start)
-    # Agreement means little if ties are common. A few may occur in any sequence.
-    assert comparison.ties <= 1 + comparison.decisions // 200
-
-
-def compare_with_one_engine(
-    llm: LLM, model: Path, tokens: list[int], rows: npt.NDArray[Any], start: int = 0
-) -> oracle.Comparison:
-    """Compare every row with the row of this engine for the same tokens, and with the oracle's. A
-    tie of the router's scores may go either way."""
-    (output,) = ask(llm, tokens, max_tokens=1)
-    routes = oracle.route(model, tokens)
-    alone = output.outputs[0].routed_experts[:, list(routes.layers)]
-    alone_ids = np.sort(alone.transpose(1, 0, 2).astype(np.int64), axis=-1)
-    first, second = (
-        oracle.compare(rows, expected, start)
-        for expected in (replace(routes, ids=alone_ids), routes)
-    )
-    return first + second
+    assert_rows(model, tokens, completion.routed_experts, start)
 
 
 def assert_all_true(model: Path, outputs: list[RequestOutput]) -> None:

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from examples.client import decode_rows
-from harness.lines import LINES
+from harness.lines import FIRST, LINES
 from harness.process import ENVIRONMENT
 from harness.server import ARGUMENTS, Server
 from tests import endpoints
@@ -41,7 +41,6 @@ from tests.real import PROJECT
 
 pytestmark = pytest.mark.slow
 
-LINE = "v0.20.2"
 OPT_IN = ["--routed-experts-opt-in"]
 
 each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda e: e.name.strip("`"))
@@ -54,17 +53,12 @@ each_cell = pytest.mark.parametrize(
         for stream in ([False, True] if e.stream else [False])
     ],
 )
-with_rows = [endpoint for endpoint in ENDPOINTS if endpoint.lines[LINE] == ROWS]
+with_rows = [endpoint for endpoint in ENDPOINTS if endpoint.lines[FIRST] == ROWS]
 
 
 @pytest.fixture(scope="module", params=[[], OPT_IN], ids=["all", "opt-in"])
 def arguments(request: pytest.FixtureRequest) -> list[str]:
     return ["--enable-return-routed-experts", "--enforce-eager", *request.param]
-
-
-@pytest.fixture(scope="module")
-def line() -> str:
-    return LINE
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +171,7 @@ def test_silent_request_is_captured_only_where_it_gets_rows(
     reply = send(server, endpoint, stream=stream)
     assert reply.status_code == endpoint.silent, reply.text
     gets_rows = endpoint.lines[line] == ROWS and "--routed-experts-opt-in" not in arguments
-    if stream and line != "v0.20.2":
+    if stream and line != FIRST:
         gets_rows = gets_rows and endpoint.path == "/inference/v1/generate"
     assert (read() > before) == gets_rows
     if endpoint.lines[line] == ROWS:
@@ -289,7 +283,7 @@ def run_program(line: str, *command: str) -> str:
 
 
 def test_offline_requests_get_rows_if_they_ask(model: Path, line: str) -> None:
-    options = {} if line == "v0.20.2" else {"kernel_config": {"enable_jit_warmup": False}}
+    options = {} if line == FIRST else {"kernel_config": {"enable_jit_warmup": False}}
     printed = run_program(line, "-c", OFFLINE, str(model), json.dumps(options))
     (counts,) = [text for text in printed.splitlines() if text.startswith("counts ")]
     assert json.loads(counts.removeprefix("counts ")) == [None, None, 0, 0, 0, 0]

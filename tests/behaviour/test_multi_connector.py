@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(model: Path, line: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("multi")
-    with disaggregated.running(model, folder, disaggregated.both(folder / "kv")) as pair:
+    with disaggregated.running(model, folder, disaggregated.both(folder / "kv"), line) as pair:
         yield pair
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode engine send KV with NIXL, from memory to memory over sockets, behind the
-proxy: answers have the tokens and rows of one engine; an abort and a dead engine harm nobody."""
+"""A prefill and a decode engine send KV with NIXL, from memory to memory over sockets, behind
+`examples/proxy.py` and vLLM's own proxy: answers have true rows, and a dead engine harms nobody."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import openai
@@ -17,16 +17,12 @@ import pytest
 
 from benchmarks.soak import soak
 from examples import proxy
-from examples.client import Completion, generate
+from examples.client import generate
 from harness import disaggregated
 from harness.disaggregated import Pair
 from harness.server import Server, ServerError
 from tests.behaviour import test_openai as openai_answers
-from tests.behaviour.conftest import BLOCK, ask, assert_rows, random_prompt
-from tests.behaviour.test_disaggregated_engines import assert_rows_of_one_engine
-
-if TYPE_CHECKING:
-    from vllm import LLM
+from tests.behaviour.conftest import BLOCK, assert_rows, random_prompt
 
 pytestmark = pytest.mark.slow
 
@@ -36,9 +32,9 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(model: Path, line: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("nixl")
-    with disaggregated.running(model, folder, disaggregated.nixl) as pair:
+    with disaggregated.running(model, folder, disaggregated.nixl, line) as pair:
         yield pair
 
 
@@ -148,108 +144,28 @@ def test_answer_has_every_row_from_the_asked_one_on(
     assert cached_again > 0
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_rows_that_the_decode_engine_computed_before_join_those_of_the_prefill_engine(
-    plain: openai.OpenAI, pair: Pair, model: Path, kind: str, stream: bool
+def test_joined_rows_are_true_and_received_blocks_are_computed_for_others(
+    pair: Pair, model: Path
 ) -> None:
-    """It has computed the prompt's first blocks for somebody else, and receives the others."""
-    case = Case(130, 3 * BLOCK + 5)
-    seed = 10 * stream + 20 * (kind == "chat")
-    send: Any = openai_answers.chat if kind == "chat" else openai_answers.complete
-    prompt: Any = random_prompt(case.seed + seed, case.length)[: 2 * BLOCK + 1]
-    if kind == "chat":
-        prompt = openai_answers.words(case.seed + seed, case.length)
-    with httpx.Client(trust_env=False, timeout=300) as http:
-        url = pair.decode.url + "/v1"
-        alone = openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
-        send(alone, pair.decode, prompt, openai_answers.ASK_ABOVE, max_tokens=2)
-    cached = pair.decode.metric(disaggregated.CACHED) or 0
-    ask_plain(plain, pair, model, case, seed, kind, stream)
-    assert (pair.decode.metric(disaggregated.CACHED) or 0) - cached >= 2 * BLOCK
-
-
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ({}, "routed_experts_start"),
-        ({"n": 2}, "n=1"),
-        ({"prompt": [[5], [6]]}, "one prompt"),
-    ],
-    ids=["no start", "two choices", "two prompts"],
-)
-def test_rows_that_cannot_be_used_are_refused_with_400(
-    pair: Pair, more: dict[str, Any], told: str
-) -> None:
-    rows = {"routed_experts": "AAAA", "secret": "SECRET"}
-    body = {
-        "model": pair.decode.checkpoint,
-        "prompt": [5, 6, 7],
-        "kv_transfer_params": {"remote_block_ids": [[1]], "prompt_routed_experts": rows},
-        **more,
-    }
-    url = f"{pair.decode.url}/v1/completions"
-    answer = httpx.post(url, json=body, trust_env=False, timeout=300)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert "kv_transfer_params.prompt_routed_experts" in message
-    assert told in message
-    assert "SECRET" not in message + pair.decode.log.read_text()
-
-
-def prefill(pair: Pair, prompt: list[int]) -> dict[str, Any]:
-    """The request for the decode engine, after the prefill engine has answered."""
-    body = {"token_ids": prompt, "sampling_params": {**GREEDY, "max_tokens": 5}}
-    first = pair.prefill.post(proxy.GENERATE, proxy.prefill_body(proxy.GENERATE, body))
-    return proxy.decode_body(body, first)
-
-
-def test_joined_answers_have_the_tokens_and_rows_of_one_engine(
-    pair: Pair, one_engine: LLM, model: Path
-) -> None:
-    def complete(number: int) -> Completion:
-        sampling = {**GREEDY, "max_tokens": 9}
-        (completion,) = generate(pair.url, PROMPTS[number], sampling, stream=number % 2 == 1)
-        return completion
+    def complete(url: str, number: int) -> None:
+        """Fill the rest of a block that was received in part, and the next one."""
+        sampling = {**GREEDY, "max_tokens": BLOCK + 8}
+        (completion,) = generate(url, PROMPTS[number], sampling, stream=number % 2 == 1)
+        assert completion.start == 0
+        with CHECKING:
+            assert_rows(model, [*PROMPTS[number], *completion.token_ids], completion.rows)
 
     before = pair.decode.metric(disaggregated.RECEIVED) or 0
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        completions = list(pool.map(complete, range(len(PROMPTS))))
+        list(pool.map(lambda number: complete(pair.url, number), range(len(PROMPTS))))
     assert (pair.decode.metric(disaggregated.RECEIVED) or 0) - before == sum(LENGTHS)
     assert pair.decode.metric("vllm:nixl_bytes_transferred_sum")
-    outputs = ask(one_engine, *PROMPTS, max_tokens=9)
-    for completion, output in zip(completions, outputs, strict=True):
-        assert completion.token_ids == tuple(output.outputs[0].token_ids)
-        assert_rows_of_one_engine(one_engine, model, completion)
-
-
-def test_two_choices_are_refused(pair: Pair) -> None:
-    body = {"token_ids": PROMPTS[2], "sampling_params": {"n": 2, "max_tokens": 2}}
-    reply = httpx.post(pair.url + proxy.GENERATE, json=body, trust_env=False, timeout=60)
-    assert reply.status_code == 400
-    assert "send one request for each" in reply.json()["error"]["message"]
-
-
-def test_client_that_leaves_a_stream_leaves_nothing_behind(
-    pair: Pair, one_engine: LLM, model: Path
-) -> None:
-    body = {
-        "token_ids": PROMPTS[3],
-        "sampling_params": {**GREEDY, "max_tokens": 800},
-        "stream": True,
-    }
-    url = pair.url + proxy.GENERATE
-    with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as reply:
-        next(reply.iter_lines())
-    prefill(pair, random_prompt(20, 70))  # and one that never reaches the decode engine
-    for server in (pair.prefill, pair.decode):
-        disaggregated.wait_until_idle(server)
-    (completion,) = generate(pair.url, PROMPTS[3], {**GREEDY, "max_tokens": 5})
-    assert_rows_of_one_engine(one_engine, model, completion)
+    for number in range(len(PROMPTS)):
+        complete(pair.decode.url, number)
 
 
 def test_soak_leaves_nothing_behind(pair: Pair) -> None:
-    """`python -m benchmarks.soak`, for seconds."""
+    """`python -m benchmarks.soak`, for seconds: some clients leave."""
     load, lines = soak(pair, seconds=10)
     assert not load.faults
     assert load.finished
@@ -259,11 +175,13 @@ def test_soak_leaves_nothing_behind(pair: Pair) -> None:
 
 
 def test_dead_prefill_engine_ends_its_requests_alone_and_a_new_one_serves_them(
-    pair: Pair, one_engine: LLM, model: Path, tmp_path: Path
+    pair: Pair, model: Path, tmp_path: Path
 ) -> None:
     """Last: it ends the prefill engine. Its requests end with an error, none with wrong rows."""
     prompt = random_prompt(30, 3 * BLOCK + 7)
-    orphan = prefill(pair, prompt)
+    body = {"token_ids": prompt, "sampling_params": {**GREEDY, "max_tokens": 5}}
+    first = pair.prefill.post(proxy.GENERATE, proxy.prefill_body(proxy.GENERATE, body))
+    orphan = proxy.decode_body(body, first)
     pair.prefill.stop()
     with pytest.raises(ServerError, match=r"answered 5\d\d"):
         pair.decode.post(proxy.GENERATE, orphan)
@@ -272,10 +190,12 @@ def test_dead_prefill_engine_ends_its_requests_alone_and_a_new_one_serves_them(
     assert reply.status_code == 502
     # The decode engine serves on, alone and with a new prefill engine.
     assert len(pair.decode.generate(PROMPTS[1], max_tokens=3, ignore_eos=True).token_ids) == 3
+    arguments, variables = disaggregated.nixl(disaggregated.PREFILL)
+    arguments = [*arguments, "--enforce-eager"]
     with (
-        Server(model, tmp_path / "new.log", *disaggregated.nixl(disaggregated.PREFILL)) as new,
+        Server(model, tmp_path / "new.log", arguments, variables, line=pair.line) as new,
         proxy.running(new.url, pair.decode.url) as url,
     ):
         (completion,) = generate(url, prompt, {**GREEDY, "max_tokens": 5})
-    assert_rows_of_one_engine(one_engine, model, completion)
+    assert_rows(model, [*prompt, *completion.token_ids], completion.rows)
     disaggregated.wait_until_idle(pair.decode)

@@ -18,7 +18,6 @@ import pytest
 
 from examples.client import decode_rows
 from harness import oracle
-from harness.lines import FIRST
 from harness.server import Server
 from tests.behaviour.conftest import BLOCK, CHUNK, assert_rows, random_prompt
 
@@ -28,19 +27,12 @@ FIELDS = {"routed_experts", "routed_experts_start", "moe_layers", "num_prompt_to
 ASK = {"return_token_ids": True, "vllm_xargs": {"return_routed_experts": True}}
 # The spelling of later releases and of SGLang.
 ASK_ABOVE = {"return_token_ids": True, "return_routed_experts": True}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def line() -> str:
-    return FIRST
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, line: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ["--enable-return-routed-experts", "--routed-experts-opt-in", "--enforce-eager"]
     arguments += [f"--max-num-batched-tokens={CHUNK}", f"--stream-interval={INTERVAL}"]
-    arguments += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
     log = tmp_path_factory.mktemp("server") / "server.log"
     with Server(model, log=log, args=arguments, line=line) as server:
         yield server
@@ -71,7 +63,8 @@ class Choice:
     def add(self, choice: Any) -> None:
         self.prompt += getattr(choice, "prompt_token_ids", None) or []
         self.token_ids += getattr(choice, "token_ids", None) or []
-        present = FIELDS & choice.model_extra.keys()
+        # On v0.33.0, an answer without rows may have null.
+        present = {name for name in FIELDS if choice.model_extra.get(name) is not None}
         if not present:
             return
         assert present == FIELDS
@@ -171,21 +164,6 @@ def test_every_prompt_of_a_list_has_its_rows(
         choice.assert_true(model)
 
 
-def test_rows_of_text_that_is_kept_back_wait(
-    client: openai.OpenAI, server: Server, model: Path
-) -> None:
-    # Nothing of a call is streamed before the name of the function is complete.
-    options = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}
-    body = {"return_routed_experts": True}
-    chunks = list(chat(client, server, words(7, 9), body, stream=True, **options))
-    (choice,) = collect(*chunks).values()
-    # With token ids, every step makes a chunk.
-    (whole,) = collect(chat(client, server, words(7, 9), ASK_ABOVE, **options)).values()
-    choice.prompt, choice.token_ids = whole.prompt, whole.token_ids
-    assert len(choice.rows) < len(choice.token_ids) / INTERVAL / 2
-    choice.assert_true(model)
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("is_chat", [False, True])
 @pytest.mark.parametrize("above", [False, True], ids=["vllm_xargs", "top level"])
@@ -231,23 +209,6 @@ def test_mixed_requests_get_exactly_what_they_asked_for(
                 choices[0].assert_true(model)
             else:
                 assert choices[0].rows == []
-
-
-# Many more values: test_fuzz.py.
-@pytest.mark.parametrize(
-    "arguments",
-    [{"return_routed_experts": ["true"]}, {"routed_experts_prompt_start": 21}],
-    ids=str,
-)
-def test_bad_argument_is_a_400_that_names_it(
-    client: openai.OpenAI, server: Server, arguments: dict[str, Any]
-) -> None:
-    for body in (arguments, {"vllm_xargs": arguments}):
-        with pytest.raises(openai.BadRequestError) as error:
-            complete(client, server, random_prompt(11, 20), body, max_tokens=2)
-        (name,) = arguments
-        assert error.value.param == name
-        assert name in error.value.message
 
 
 COUNTERS = ("rows", "bytes", "store_hits", "store_misses", "recomputed_tokens", "store_evictions")

@@ -11,7 +11,7 @@ import pytest
 
 from harness.server import Server
 from tests.behaviour.conftest import run_demo
-from tests.behaviour.test_demo import count_agreeing
+from tests.behaviour.test_demo import assert_demo_passes
 from tests.real import PROJECT
 
 LINE = Path(__file__).parent.name
@@ -30,11 +30,7 @@ def test_vllm_runs_its_triton_kernels_in_the_interpreter(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--eager"]], ids=["compiled", "eager"])
 def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path, options: list[str]) -> None:
-    done = run_demo("rows", tmp_path, "--on", LINE, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    agreeing, rows = count_agreeing(done)
-    assert agreeing == rows
-    assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")
+    assert_demo_passes(tmp_path, "--on", LINE, *options)
 
 
 @pytest.mark.slow
