@@ -24,7 +24,6 @@ from tests.behaviour.conftest import (
     make_params,
     random_prompt,
     running,
-    scheduler_of,
 )
 
 if TYPE_CHECKING:
@@ -60,24 +59,6 @@ def test_prompt_of_any_length_has_true_rows(engine: Engine, length: int, max_tok
         assert_all_true(engine.model, engine.ask(prompt, max_tokens=max_tokens))
 
 
-def test_preempted_requests_have_true_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted = []
-    # 30 blocks: eight requests of up to 8 blocks each must take turns.
-    with running(model, num_gpu_blocks_override=30) as small:
-        scheduler = scheduler_of(small)
-        preempt = scheduler._preempt_request
-        monkeypatch.setattr(
-            scheduler,
-            "_preempt_request",
-            lambda request, at: (preempted.append(request.request_id), preempt(request, at)),
-        )
-        prompts = [random_prompt(400 + i, 3 * BLOCK) for i in range(8)]
-        outputs = ask(small, *prompts, max_tokens=5 * BLOCK)
-        assert not scheduler.routed_experts.requests
-    assert preempted
-    assert_all_true(model, outputs)
-
-
 def test_rows_are_true_where_chunks_and_single_tokens_share_steps(engine: Engine) -> None:
     prompts = [random_prompt(10 + i, n) for i, n in enumerate((7, 200, 3, 150, 64, 65, 31, 9, 90))]
     assert_all_true(engine.model, engine.ask(*prompts, max_tokens=20))
@@ -100,21 +81,6 @@ def test_rows_of_every_turn_are_true(engine: Engine) -> None:
         if turn:
             assert bool(output.num_cached_tokens) == engine.caching
         conversation += [*output.outputs[0].token_ids, *random_prompt(41 + turn, 6)]
-
-
-def test_rows_of_requests_that_differ_behind_a_shared_prefix_are_true(engine: Engine) -> None:
-    prefix = random_prompt(50, 2 * BLOCK)
-    prompts = [[*prefix, *random_prompt(51 + i, 5 + 20 * i)] for i in range(5)]
-    assert_all_true(engine.model, engine.ask(*prompts))
-
-
-def test_rows_of_another_salt_are_true_and_recomputed(engine: Engine) -> None:
-    prompt = random_prompt(60, 2 * BLOCK + 1)
-    salted = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
-    first, other, again = (engine.ask(p)[0] for p in salted)
-    assert other.num_cached_tokens == 0
-    engine.assert_cached(again, 2 * BLOCK)
-    assert_all_true(engine.model, [first, other, again])
 
 
 def test_rows_of_structured_output_are_true(engine: Engine) -> None:
@@ -157,14 +123,6 @@ def test_rows_end_with_a_stop_string(engine: Engine) -> None:
         assert_all_true(engine.model, [output])
 
 
-def test_rows_end_with_a_stop_token(engine: Engine) -> None:
-    prompt = random_prompt(91, BLOCK + 2)
-    tokens = engine.ask(prompt, max_tokens=20)[0].outputs[0].token_ids
-    (output,) = engine.ask(prompt, max_tokens=20, stop_token_ids=[tokens[9]])
-    assert output.outputs[0].stop_reason == tokens[9]
-    assert_all_true(engine.model, [output])
-
-
 def test_rows_end_with_the_end_of_text_unless_it_is_ignored(engine: Engine) -> None:
     prompt = random_prompt(92, 40)
     bias = {"logit_bias": {0: 100.0}}
@@ -198,34 +156,6 @@ def keep(engine: Engine, kept: dict[str, tuple[list[int], list[np.ndarray]]]) ->
             rows.append(completion.routed_experts)
 
 
-def assert_pieces_true(model: Path, prompt: list[int], tokens: list[int], rows: Any) -> None:
-    assert_rows(model, [*prompt, *tokens], np.concatenate(rows))
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4, 9])
-def test_rows_are_true_around_a_request_that_is_aborted(engine: Engine, steps: int) -> None:
-    """After one step its prompt is half computed; after two it has its first token."""
-    prompts = {
-        f"{name}-{steps}": random_prompt(130 + steps * 10 + i, n)
-        for i, (name, n) in enumerate({"gone": CHUNK + 30, "stays": 80, "late": 40}.items())
-    }
-    gone, *others = prompts
-    kept = collect(engine, prompts, steps, max_tokens=30)
-    tokens, rows = kept.pop(gone)
-    engine.llm.llm_engine.abort_request([gone])
-    while engine.llm.llm_engine.has_unfinished_requests():
-        keep(engine, kept)
-    assert bool(tokens) == bool(rows) == (steps > 1)
-    if tokens:
-        assert len(tokens) < 30
-        assert_pieces_true(engine.model, prompts[gone], tokens, rows)
-    for name in others:
-        assert len(kept[name][0]) == 30
-        assert_pieces_true(engine.model, prompts[name], *kept[name])
-    # What the aborted request cached carries its rows on.
-    assert_all_true(engine.model, engine.ask(prompts[gone]))
-
-
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_rows_are_true_around_a_reset_amid_requests(engine: Engine, steps: int) -> None:
     """Requests start again from their first token; returned rows are not sent again."""
@@ -238,21 +168,9 @@ def test_rows_are_true_around_a_reset_amid_requests(engine: Engine, steps: int) 
     while engine.llm.llm_engine.has_unfinished_requests():
         keep(engine, kept)
     for name, prompt in prompts.items():
-        assert len(kept[name][0]) == 20
-        assert_pieces_true(engine.model, prompt, *kept[name])
-
-
-def test_two_engines_of_one_process_have_rows_of_their_own(
-    engine: Engine, checkpoint: Callable[..., Path]
-) -> None:
-    other_model = checkpoint("mixtral", seed=5)
-    prompts = [random_prompt(210 + i, n) for i, n in enumerate((90, 20))]
-    with running(other_model, enable_prefix_caching=engine.caching) as llm:
-        other = Engine(llm, other_model, engine.caching)
-        for _ in range(2):
-            assert_all_true(engine.model, engine.ask(*prompts))
-            assert_all_true(other.model, other.ask(*prompts))
-    assert_all_true(engine.model, engine.ask(*prompts))
+        tokens, rows = kept[name]
+        assert len(tokens) == 20
+        assert_rows(engine.model, [*prompt, *tokens], np.concatenate(rows))
 
 
 def test_rows_after_a_reload_of_weights_are_of_the_new_ones(
@@ -281,7 +199,8 @@ def test_rows_of_a_prompt_half_computed_before_a_reload_are_of_the_new_weights(
         reload(engine, updated)
         while engine.llm.llm_engine.has_unfinished_requests():
             keep(engine, kept)
-        assert_pieces_true(updated, prompt, *kept["half"])
+        tokens, rows = kept["half"]
+        assert_rows(updated, [*prompt, *tokens], np.concatenate(rows))
     finally:
         reload(engine, engine.model)
 
