@@ -19,17 +19,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
-from tokenizers import Tokenizer
 
-from harness import oracle, text
+from harness import oracle
 from harness.checkpoint import make_checkpoint
 from harness.server import Server
 from tests.real import PROJECT
@@ -145,7 +144,6 @@ class Image:
         revision: the commit that it was built from.
         config: what a container engine reads, as Docker writes it.
         container: a container of it, not running.
-        record: lines for the committed record.
     """
 
     variant: str
@@ -153,7 +151,6 @@ class Image:
     revision: str
     config: dict[str, Any]
     container: str
-    record: list[str]
 
     def command(self, *words: str, **environment: object) -> list[str]:
         """The command that runs words in the container, as the image's user."""
@@ -167,7 +164,7 @@ class Image:
 
 @pytest.fixture(scope="module")
 def image(request: pytest.FixtureRequest) -> Iterator[Image]:
-    """The image of a variant; its record is written when all tests are done."""
+    """The image of a variant. Its record is written after all tests, if none failed."""
     variant = request.param
     base, name = make_base(variant), f"localhost/vllm-routed-experts:{variant}"
     make_checkpoint(MADE / "checkpoint")
@@ -178,22 +175,21 @@ def image(request: pytest.FixtureRequest) -> Iterator[Image]:
     log = do("make", "image", *arguments, timeout_s=1500)
     took = time.monotonic() - began
     (MADE / f"build-{variant}.log").write_text(log)
+    config = json.loads(do("buildah", "inspect", "--type", "image", name))["Docker"]["config"]
+    yield Image(variant, base, revision, config, do("buildah", "from", name))
     size = do("buildah", "images", "--format", "{{.Size}}", name)
-    told = [line for line in log.splitlines() if re.match("(compiler|source|verified): ", line)]
     suffix = "" if variant == "cpu" else "-cuda"
     record = [
         f"# The {variant} image, built and looked at from outside\n",
-        f"`make image-test{suffix}` on {os.cpu_count()} cores without Docker, "
-        f"`--isolation chroot`: {do('buildah', '--version')}.",
-        f"The base is a stand-in that `debootstrap` made ({BASES[variant][1]}). Built in "
-        f"{took:.0f} s, packages downloaded. Size {size}.\n",
-        "```text",
-        *told,
-        "```\n",
+        f"`make image-test{suffix}` on {os.cpu_count()} cores without Docker: all tests passed.\n",
+        f"- buildah: {do('buildah', '--version')}, `--isolation chroot`, {took:.0f} s",
+        f"- base: a stand-in that `debootstrap` made, {BASES[variant][1]}",
+        f"- size: {size}",
+        *(f"- {text}" for text in re.findall("^(?:compiler|source|verified): .*", log, re.M)),
+        *(f"- `{name}`: `{value}`" for name, value in sorted(config["Labels"].items())),
     ]
-    config = json.loads(do("buildah", "inspect", "--type", "image", name))["Docker"]["config"]
-    yield Image(variant, base, revision, config, do("buildah", "from", name), record)
-    (MADE / f"image{suffix}.md").write_text("\n".join(record) + "\n")
+    if not request.session.testsfailed:
+        (MADE / f"image{suffix}.md").write_text("\n".join(record) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -232,12 +228,6 @@ def test_labels_name_what_was_built(image: Image) -> None:
     assert labels["org.opencontainers.image.base.name"] == image.base
     assert labels["vllm-routed-experts.variant"] == image.variant
     assert labels["org.opencontainers.image.revision"].removesuffix("-dirty") == image.revision
-    told = ("vllm-routed-experts.", "org.opencontainers.image.")
-    image.record.append("Labels:\n")
-    image.record.extend(
-        f"- `{name}`: `{value}`" for name, value in sorted(labels.items()) if name.startswith(told)
-    )
-    image.record.append("\nFrom outside:\n")
 
 
 @BOTH
@@ -247,10 +237,6 @@ def test_bill_of_materials_is_of_the_installed_wheel(image: Image) -> None:
     component = bom["metadata"]["component"]
     program = "import importlib.metadata as m; print(m.version('vllm'))"
     assert component["version"] == do(*image.command("python", "-c", program))
-    image.record.append(
-        f"- bill of materials: {component['name']} {component['version']}, "
-        f"{len(bom['components'])} components"
-    )
 
 
 @BOTH
@@ -266,35 +252,18 @@ def test_every_process_is_the_images_user(image: Image, server: Server) -> None:
     processes = inside(server)
     assert "serve" in processes[0].cmdline()
     assert {p.uids().real for p in processes} == {p.gids().real for p in processes} == {USER}
-    image.record.append(f"- {len(processes)} processes serve, all as user {USER}")
 
 
 @CPU
-def test_rows_over_http_are_the_oracles(image: Image, server: Server) -> None:
-    checkpoint = MADE / "checkpoint"
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    prompts = text.prompts(lambda passage: tokenizer.encode(passage).ids, CHUNK)
-    total = oracle.Comparison()
-    for wave in sorted({prompt.wave for prompt in prompts}):
-        with ThreadPoolExecutor() as pool:
-            answers = pool.map(
-                lambda prompt: server.generate(
-                    prompt.token_ids,
-                    max_tokens=prompt.max_tokens,
-                    ignore_eos=True,
-                    repetition_penalty=1.3,
-                    extra_args={"return_routed_experts": True},
-                ),
-                [prompt for prompt in prompts if prompt.wave == wave],
-            )
-        for answer in answers:
-            routes = oracle.route(checkpoint, answer.prompt + answer.token_ids)
-            assert answer.start == 0
-            total += oracle.compare(answer.rows, routes)
-    assert total.agree == total.rows > 1000, total.disagreements[0]
-    image.record.append(
-        f"- rows over HTTP: {total.agree:,} of {total.rows:,} are those of transformers"
-    )
+def test_rows_over_http_are_the_oracles(server: Server) -> None:
+    for length in (1, 40, 3 * CHUNK + 5):
+        prompt = np.random.default_rng(length).integers(4, 700, length).tolist()
+        asks = {"extra_args": {"return_routed_experts": True}}
+        answer = server.generate(prompt, max_tokens=40, ignore_eos=True, **asks)
+        routes = oracle.route(MADE / "checkpoint", answer.prompt + answer.token_ids)
+        comparison = oracle.compare(answer.rows, routes)
+        assert answer.start == 0
+        assert comparison.agree == comparison.rows == length + 39, comparison.disagreements[0]
 
 
 @CPU
@@ -309,7 +278,6 @@ def test_health_check_asks_the_server(image: Image, server: Server) -> None:
     do(*image.command(*words, PORT=server.port))
     with pytest.raises(AssertionError, match="Connection refused"):
         do(*image.command(*words, PORT=1))
-    image.record.append("- the health check passes, and fails at a port where nothing listens")
 
 
 @CPU
@@ -326,32 +294,22 @@ def test_sigterm_lets_the_answer_under_way_end(image: Image, server: Server) -> 
         events = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
         tokens = [next(events)]
         processes[0].send_signal(signal.SIGTERM)
-        began = time.monotonic()
         tokens += events
     assert tokens.pop() == "[DONE]"
     assert sum(len(json.loads(e)["choices"][0]["token_ids"]) for e in tokens) == 900
-    answered = time.monotonic() - began
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
-    took = time.monotonic() - began
-    image.record.append(
-        f"- SIGTERM, `--shutdown-timeout=60`: the answer under way was whole after "
-        f"{answered:.1f} s, no process was left after {took:.1f} s"
-    )
 
 
 @CUDA
 def test_what_clusters_need_is_there(image: Image) -> None:
     """Ray starts, and NIXL makes an agent whose backend is UCX."""
-    ray = do(*image.command("ray", "--version"))
+    do(*image.command("ray", "--version"))
     program = (
-        "import importlib.metadata as m; from nixl._api import nixl_agent, nixl_agent_config\n"
-        "agent = nixl_agent('a', nixl_agent_config(backends=['UCX']))\n"
-        "print('NIXL', m.version('nixl-cu13'), *agent.backends)"
+        "from nixl._api import nixl_agent, nixl_agent_config\n"
+        "print(*nixl_agent('a', nixl_agent_config(backends=['UCX'])).backends)"
     )
-    *_, nixl = do(*image.command("python", "-c", program)).splitlines()
-    assert nixl.endswith(" UCX")
-    image.record.append(f"- {ray}; {nixl}")
+    assert do(*image.command("python", "-c", program)).endswith("UCX")
 
 
 @CUDA
@@ -361,4 +319,3 @@ def test_server_starts_up_to_where_it_wants_a_gpu(image: Image) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "Failed to infer device type" in done.stderr
-    image.record.append("- `vllm serve` starts, and ends because there is no GPU")
