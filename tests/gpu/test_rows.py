@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 
 from harness.checkpoint import make_checkpoint
 from harness.shapes import GPT_OSS
+from tests.behaviour.conftest import ask, random_prompt
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -158,24 +159,9 @@ def start(model: Path, tap: Tap) -> Iterator[Callable[..., LLM]]:
     stop()
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return [int(t) for t in np.random.default_rng(seed).integers(4, 700, length)]
-
-
 def generate(llm: LLM, prompts: list[list[int]], asks: list[bool], **sampling: Any) -> Any:
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(
-            temperature=0.0,
-            ignore_eos=True,
-            extra_args={"return_routed_experts": ask},
-            **{"max_tokens": 24, **sampling},
-        )
-        for ask in asks
-    ]
-    inputs = [{"prompt_token_ids": tokens} for tokens in prompts]
-    return llm.generate(inputs, params, use_tqdm=False)
+    each = [{"extra_args": {"return_routed_experts": asked}} for asked in asks]
+    return ask(llm, *prompts, each=each, **{"max_tokens": 24, **sampling})
 
 
 def assert_true_rows(outputs: list[RequestOutput], tap: Tap, preempted: bool = False) -> None:
@@ -219,11 +205,11 @@ LENGTHS = (5, 300, 33, 700, 64, 2, 257, 128)
 
 
 def mixed_batch(llm: LLM) -> Any:
-    prompts = [prompt(i, n) for i, n in enumerate(LENGTHS)]
+    prompts = [random_prompt(i, n) for i, n in enumerate(LENGTHS)]
     asks = [i % 3 != 2 for i in range(len(prompts))]
     outputs = generate(llm, prompts, asks)
-    for output, ask in zip(outputs, asks, strict=True):
-        assert (output.outputs[0].routed_experts is not None) == ask
+    for output, asked in zip(outputs, asks, strict=True):
+        assert (output.outputs[0].routed_experts is not None) == asked
     return outputs
 
 
@@ -234,7 +220,7 @@ def test_graphs_and_asynchronous_scheduling(start: Callable[..., LLM], tap: Tap)
     assert config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     assert_true_rows(mixed_batch(llm), tap)
     # The second time everything hits the prefix cache, and their rows are there.
-    first, second = (generate(llm, [prompt(9, 600)], [True]) for _ in range(2))
+    first, second = (generate(llm, [random_prompt(9, 600)], [True]) for _ in range(2))
     assert second[0].num_cached_tokens > 500
     np.testing.assert_array_equal(
         second[0].outputs[0].routed_experts[:500], first[0].outputs[0].routed_experts[:500]
@@ -243,14 +229,9 @@ def test_graphs_and_asynchronous_scheduling(start: Callable[..., LLM], tap: Tap)
     assert not llm.llm_engine.engine_core.engine_core.scheduler.routed_experts.requests
 
 
-def test_eager_and_synchronous_scheduling(start: Callable[..., LLM], tap: Tap) -> None:
-    llm = start(enforce_eager=True, async_scheduling=False)
-    assert_true_rows(mixed_batch(llm), tap)
-
-
 def test_preemption(start: Callable[..., LLM], tap: Tap) -> None:
     llm = start(num_gpu_blocks_override=60, max_model_len=512, enable_prefix_caching=False)
-    prompts = [prompt(20 + i, 100) for i in range(12)]
+    prompts = [random_prompt(20 + i, 100) for i in range(12)]
     outputs = generate(llm, prompts, [True] * 12, max_tokens=150)
     assert_true_rows(outputs, tap, preempted=True)
 
@@ -264,7 +245,7 @@ def test_speculative_decoding(start: Callable[..., LLM], tap: Tap) -> None:
             "prompt_lookup_min": 1,
         }
     )
-    prompts = [prompt(40 + i, 12) * 6 for i in range(4)]
+    prompts = [random_prompt(40 + i, 12) * 6 for i in range(4)]
     assert_true_rows(generate(llm, prompts, [True] * 4, max_tokens=64), tap)
 
 

@@ -11,8 +11,8 @@ from tools.common.pin import Project
 from tools.series.apply import apply_series
 from tools.series.check import check_series
 from tools.series.export import export_series
-from tools.series.series import Series, fingerprint
-from tools.series.tree import BASE_REF, Record, read_record
+from tools.series.series import Series
+from tools.series.tree import BASE_REF
 
 
 @pytest.fixture(scope="module", params=PROJECTS, ids=lambda project: project.line)
@@ -37,19 +37,8 @@ def test_the_series_keeps_its_rules(project: Project, series: Series) -> None:
     assert check_series(project) == series
 
 
-def test_one_commit_per_patch(series: Series, tree: Path) -> None:
-    git = Git(tree)
-    titles = [git.subject(c) for c in git.commits(f"{BASE_REF}..HEAD")]
-    assert titles == [patch.subject for patch in series]
-
-
 def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:
     assert export_series(project.with_tree(tree), check=True) == {}
-
-
-def test_the_result_is_recorded_for_the_wheel(project: Project, series: Series, tree: Path) -> None:
-    git = Git(tree)
-    assert read_record(git) == Record(fingerprint(series, project.pin), git.tree_id("HEAD"))
 
 
 def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None:
@@ -64,11 +53,3 @@ def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None
         contents = git.contents(touched.values())
         for path, blob in touched.items():
             compile(contents[blob], f"{git.log(commit)}: {path}", "exec", dont_inherit=True)
-
-
-def test_another_directory_gives_the_same_commit(
-    project: Project, series: Series, tree: Path, tmp_path: Path
-) -> None:
-    other = project.with_tree(tmp_path / "elsewhere" / "vllm")
-    apply_series(other, series)
-    assert Git(other.tree).commit_id("HEAD") == Git(tree).commit_id("HEAD")
