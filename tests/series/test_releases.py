@@ -34,8 +34,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def trials(project: Project, version: str) -> list[Trial]:
-    target = find_target(project, version, None, None)
-    return try_all(project, target, None)
+    return try_all(project, find_target(project, version, None))
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.20.1"])

@@ -32,7 +32,8 @@ def submodule(project: Project) -> Path | None:
     if not (path / ".git").exists():
         return None
     git = Git(path)
-    if (head := git.commit_id("HEAD")) != pin.commit:
+    head = git.commit_id("HEAD") or "nothing"
+    if not head.startswith(pin.commit):
         what = "the submodule is not at the pinned commit"
         step = f"git submodule update --init --checkout {path.name}, or do without it: "
         step += f"git submodule deinit {path.name}"

@@ -16,7 +16,6 @@ from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
 from tools.series.patch import OWN_HEADER, Patch
 from tools.series.series import Series, choose, read_series, with_needs
-from tools.series.target import open_clone, resolve
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
 from tools.upstream.testrun import is_test_file
 
@@ -95,6 +94,24 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     groups = {topic: chosen} if topic else {p.name.removesuffix(".patch"): [p] for p in chosen}
     print(*submit(project, series, base, find_person(arguments.clone), groups), sep="\n")
     print("Nothing was pushed. Read every changed line, run the test plan, fill in the dots.")
+
+
+def open_clone(path: Path) -> Git:
+    """The repository at ``path``, which must be the top directory of a clone."""
+    if not (path / ".git").exists():
+        what, step = "this is not a clone of vLLM", "name the top directory of one: --clone <path>"
+        raise ToolError(what, path, "a directory with .git", next_step=step)
+    return Git(path)
+
+
+def resolve(git: Git, ref: str) -> str:
+    """The commit that a ref of the clone names; ``1.2.3`` may name the tag ``v1.2.3``."""
+    found = None if ref.startswith("-") else git.commit_id(ref) or git.commit_id(f"v{ref}")
+    if found is None:
+        step = f"fetch it: git -C {git.path} fetch --tags origin"
+        what, expected = "the clone has no such ref", "a tag, a branch or a commit"
+        raise ToolError(what, git.path, expected, ref, step)
+    return found
 
 
 def find_person(repository: Path) -> tuple[str, str]:
