@@ -232,7 +232,7 @@ rebase: $(TOOLS_LOCKED) #> Move the series to another vLLM: make rebase ONTO=<ve
 	$(TOOLS) series rebase --onto "$(ONTO)" $(ARGS)
 
 .PHONY: submit
-submit: $(TOOLS_LOCKED) #> Branches and texts for upstream, never pushed: make submit ARGS='PATCH --clone ...'
+submit: $(TOOLS_LOCKED) #> A branch and a text for upstream, never pushed: make submit ARGS='PATCH --clone ...'
 	$(TOOLS) upstream submit $(ARGS)
 
 ##@ Build and install

@@ -5,8 +5,6 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from tests.tools.toy import (
     ARCHIVE_ONLY,
     ARM_TAG,
@@ -101,14 +99,6 @@ def commit(path: Path, tree: dict[str, str], message: str) -> str:
     git(path, "add", "--force", "--all")
     git(path, "commit", "--quiet", "--allow-empty", "--message", message)
     return git(path, "rev-parse", "HEAD")
-
-
-def configure(path: Path, monkeypatch: pytest.MonkeyPatch, name: str, email: str) -> None:
-    """Tell git who uses this machine."""
-    config = path / "gitconfig"
-    config.write_text(f'[user]\n\tname = "{name}"\n\temail = "{email}"\n')
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 
 
 def everything(toy: Toy) -> dict[str, object]:

@@ -19,8 +19,8 @@ def add_downloads(parser: Parser) -> None:
     add_flag(parser, "--offline", "never use the network")
 
 
-def add_path(parser: Parser, name: str, text: str) -> None:
-    parser.add_argument(name, type=Path, help=text)
+def add_path(parser: Parser, name: str, text: str, required: bool = False) -> None:
+    parser.add_argument(name, type=Path, help=text, required=required)
 
 
 def add_flag(parser: Parser, name: str, text: str) -> None:
