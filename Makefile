@@ -221,6 +221,9 @@ apply: source ## Apply the series: build/<line>/vllm, one commit per patch
 .PHONY: export
 export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<line>/
 	$(TOOLS) series export
+ifndef OTHER
+	@cp $(MADE)/vllm/docs/features/routed_experts.md docs/
+endif
 
 .PHONY: status
 status: $(TOOLS_LOCKED) ## Pin, patches, what is applied, what drifted, the newest release

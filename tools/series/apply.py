@@ -2,7 +2,6 @@
 """From patch files to commits."""
 
 import argparse
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series import tree
-from tools.series.patch import Patch, check_paths
+from tools.series.patch import Patch, check_files
 from tools.series.series import Series, choose, fingerprint, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
 from tools.source.fetch import fetch_source, submodule
@@ -45,12 +44,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 def am(git: Git, patch: Patch) -> str:
     """Make one commit of a patch on HEAD, or raise; returns the commit, whose message names the
-    patch.
-
-    The diff's ``index`` lines must state the blobs before and after: a patch that moved or was
-    edited by hand is refused.
-    """
-    if problems := check_paths(patch):
+    patch."""
+    if problems := check_files(patch):
         raise problems[0]
     options = (
         "--keep-non-patch",  # only [PATCH] is cut off a subject: [Core] survives
@@ -59,24 +54,14 @@ def am(git: Git, patch: Patch) -> str:
         "--no-3way",  # what does not fit is refused, not merged
         "--committer-date-is-author-date",  # the same commit id on every machine
     )
-    step = (
-        f"to solve it by hand: series apply --before {patch.name}, then in the build tree "
-        "git am --3way --keep-non-patch, then series export"
-    )
     try:
         git.run("am", "--quiet", *options, stdin=patch.mail, env=tree.identity())
     except ToolError as error:
         git.run("am", "--abort", accept=(0, 1, 128))
         what = "a patch does not apply; nothing was changed"
+        step = f"to solve it by hand: series apply --before {patch.name}, then in the build tree "
+        step += "git am --3way --keep-non-patch, then series export"
         raise ToolError(what, patch.name, next_step=step, details=error.details) from error
-    stated = re.findall(r"^index (\w+\.\.\w+)", patch.diff_bytes.decode(errors="replace"), re.M)
-    for change in git.changes("HEAD^", "HEAD"):
-        made = f"{change.before}..{change.after}"
-        # A change of mode alone has no index line.
-        if change.before != change.after and made not in stated:
-            what = "a patch was made for another version of a file; nothing was changed"
-            found = f"index {made}, which the patch does not state"
-            raise ToolError(what, f"{patch.name}, {change.path}", found=found, next_step=step)
     return git.text("rev-parse", "HEAD")
 
 

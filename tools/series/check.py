@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tools.common.cli import Problems, ToolError
 from tools.common.pin import Project
-from tools.series.patch import IDENTITY, OWN_HEADER, STATUS, STATUSES, Patch, check_paths, slug
+from tools.series.patch import IDENTITY, OWN_HEADER, STATUS, STATUSES, Patch, check_files, slug
 from tools.series.series import Series, read_series
 
 # For each header: the pattern of a correct line, and the text to show.
@@ -39,7 +39,7 @@ _SIGN = "in the build tree: git rebase --signoff refs/re/base, then: series expo
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Check the series and every patch against the rules. Each listed file exists, none is listed
-    twice or left out; headers, message body, sign-off, paths and trailing blanks are right; the
+    twice or left out; headers, message body, sign-off, files and trailing blanks are right; the
     patches that a Needs: header names exist and stand earlier."""
     print(f"series: {len(check_series(project))} patches, no problems")
 
@@ -74,7 +74,7 @@ def check_needs(series: Series) -> list[ToolError]:
 def check_patch(patch: Patch) -> list[ToolError]:
     """Every rule that the patch breaks by itself."""
     try:
-        found = check_paths(patch)
+        found = check_files(patch)
     except ToolError as problem:
         return [problem]
     message = [ToolError(what, patch.name, *rest) for what, *rest in _check_message(patch)]

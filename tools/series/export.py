@@ -3,10 +3,8 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from tools.common.cli import Problems, ToolError, add_flag, add_tree
-from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series import tree
@@ -16,8 +14,6 @@ from tools.series.patch import FILENAME, Patch, slug
 from tools.series.series import Series, fingerprint, read_series, write_series
 from tools.series.tree import BASE_REF, EXPORTED_REF, Record
 
-# In vLLM's tree.
-PAGE = "docs/features/routed_experts.md"
 _FORMAT = (
     "--always",  # an empty commit too, so that it can be named and refused
     "--no-signature",  # else the last line is the version of git
@@ -51,7 +47,6 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Write the commits of the build tree to patches/<line>, one file each. A patch keeps its file
     name through edits, and a commit that did not change keeps its bytes."""
     changes = export_series(project, check=arguments.check, drop=arguments.drop)
-    changes |= export_page(project, arguments.check)
     if arguments.check and changes:
         what = f"{len(changes)} files of the series are not what the build tree exports"
         raise ToolError(what, next_step="python -m tools series export", details=changes)
@@ -128,17 +123,6 @@ def export_series(
         git.run("update-ref", EXPORTED_REF, "HEAD")
         tree.write_record(git, proof)
     return changes
-
-
-def export_page(project: Project, check: bool) -> dict[str, str]:
-    """Copy the page that the series adds to vLLM's documentation into docs/, likewise."""
-    git = Git(project.tree)
-    page, data = project.root / "docs" / Path(PAGE).name, git.read("HEAD", PAGE)
-    if data is None or git.read(BASE_REF, PAGE) or (page.exists() and page.read_bytes() == data):
-        return {}
-    if not check:
-        write(page, data)
-    return {str(page.relative_to(project.root)): "wrote"}
 
 
 def _exportable(git: Git) -> list[str]:

@@ -7,7 +7,6 @@ import io
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePosixPath
 
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import PatchSet
@@ -102,25 +101,10 @@ class Patch:
             raise ToolError(what, self.name, found=said, next_step=step) from error
 
 
-def leaves_tree(path: str) -> bool:
-    """Whether a path of a diff, without its ``a/``, is outside the tree or in ``.git``."""
-    parts = PurePosixPath(path).parts
-    return path.startswith("/") or ".." in parts or any(p.lower() == ".git" for p in parts)
-
-
-def check_paths(patch: Patch) -> list[ToolError]:
-    """Files that a patch may not change, and paths outside the tree."""
+def check_files(patch: Patch) -> list[ToolError]:
+    """What a patch may not change. Paths outside the tree are refused by git."""
     found = [] if patch.diff else [("the patch changes nothing", "no diff", "a changed file")]
     for file in patch.diff:
-        names = {re.sub(r"^[ab]/", "", name) for name in (file.source_file, file.target_file)}
-        for line in map(str.rstrip, file.patch_info or ()):
-            if match := re.match(r"(?:rename|copy) (?:from|to) (.*)", line):
-                names.add(match[1])
-            elif match := re.match(r"diff --git a/(.*) b/(.*)", line):
-                names.update(match.groups())
-        for name in sorted(names - {"/dev/null"}):
-            if leaves_tree(name.strip('"')):
-                found.append(("a path leaves the tree", name, "a path below the tree"))
         if file.is_binary_file:
             found.append(("a binary file is changed", file.path, "text"))
         if file.is_symlink or file.is_submodule:
