@@ -3,21 +3,18 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from packaging.tags import Tag, compatible_tags, cpython_tags
-from packaging.utils import parse_wheel_filename
-from packaging.version import Version
-from unearth import Package
+from unearth import PackageFinder, TargetPython
 
 from tools.common.cli import Parser, ToolError
 from tools.common.pin import Project
-from tools.source.index import Index, version_of
+from tools.source.index import Index
 
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
-_HEAD = re.compile(r"([\w.-]+)==(\S+)")
+_HEAD = re.compile(r"([\w.-]+)==\S+")
 _OLD_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 
@@ -35,8 +32,9 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     """Leave in a lock the digests of the wheels that an installer takes, one for each Python and
     machine. The package index says which digest belongs to which wheel."""
     head, blocks = read(arguments.lock.read_text(encoding="utf-8"))
-    targets = [
-        target_tags(python, machine, arguments.glibc)
+    minor = int(arguments.glibc.split(".")[1])
+    finders = [
+        Index(TargetPython((3, int(python[2:])), None, "cp", platforms(machine, minor))).finder
         for machine in arguments.machine
         for python in arguments.python
     ]
@@ -45,15 +43,13 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         head.append(f"-r {name}")
         included |= read((arguments.out.parent / name).read_text(encoding="utf-8"))[1]
     for name, block in included.items():
-        mine = blocks.pop(name, None)
-        if mine is None or version(mine) != version(block):
-            found = version(mine) if mine else "nothing"
-            raise ToolError("an included lock has another version", name, version(block), found)
-    index = Index()
+        mine, wanted = blocks.pop(name, "nothing").split()[0], block.split()[0]
+        if mine != wanted:
+            raise ToolError("an included lock has another version", name, wanted, mine)
     with ThreadPoolExecutor(8) as pool:
-        files = dict(zip(blocks, pool.map(index.files, blocks), strict=True))
-    lines = [line for name in blocks for line in trimmed(blocks[name], files[name], targets)]
-    arguments.out.write_text("\n".join([*head, *lines, ""]), encoding="utf-8")
+        made = pool.map(lambda block: trimmed(block, finders), blocks.values())
+        text = "\n".join([*head, *made, ""])
+    arguments.out.write_text(text, encoding="utf-8")
 
 
 def read(text: str) -> tuple[list[str], dict[str, str]]:
@@ -70,54 +66,29 @@ def read(text: str) -> tuple[list[str], dict[str, str]]:
     return head, blocks
 
 
-def version(block: str) -> str:
-    match = _HEAD.match(block)
-    assert match
-    return match[2]
+def platforms(machine: str, minor: int) -> list[str]:
+    """The tags of every glibc up to 2.``minor``, newest first."""
+    names = [f"manylinux_2_{number}" for number in range(minor, 4, -1)]
+    for number, old in _OLD_NAMES.items():
+        if (new := f"manylinux_2_{number}") in names:
+            names.insert(names.index(new) + 1, old)
+    return [f"{name}_{machine}" for name in (*names, "linux")]
 
 
-def target_tags(python: str, machine: str, glibc: str) -> dict[Tag, int]:
-    """Every tag that the target can install, best first, with its place."""
-    numbers = [int(part) for part in python.split(".")]
-    platforms = list(_platforms(machine, int(glibc.split(".")[1])))
-    tags = [
-        *cpython_tags(numbers, platforms=platforms),
-        *compatible_tags(numbers, f"cp{numbers[0]}{numbers[1]}", platforms),
-    ]
-    return {tag: place for place, tag in reversed(list(enumerate(tags)))}
-
-
-def _platforms(machine: str, minor: int) -> Iterator[str]:
-    for number in range(minor, 4, -1):
-        yield f"manylinux_2_{number}_{machine}"
-        if number in _OLD_NAMES:
-            yield f"{_OLD_NAMES[number]}_{machine}"
-    yield f"linux_{machine}"
-
-
-def trimmed(block: str, files: Sequence[Package], targets: Sequence[dict[Tag, int]]) -> list[str]:
-    """The lines of one package, with one digest for each target."""
-    wanted = Version(version(block))
-    wheels = [file for file in files if file.link.is_wheel and version_of(file) == wanted]
-    known = set(_HASH.findall(block))
-    digests = {best(block, wheels, target) for target in targets}
-    if not digests <= known:
+def trimmed(block: str, finders: Sequence[PackageFinder]) -> str:
+    """The lines of one package, with the digest of the wheel that an installer takes for each
+    target."""
+    name, _, number = block.split()[0].partition("==")
+    digests = set()
+    for finder in finders:
+        best = finder.find_best_match(f"{name}=={number}", allow_yanked=True).best
+        if best is None or not best.link.is_wheel:
+            what, target = "a locked package has no wheel for a target", finder.target_python
+            raise ToolError(what, block.split()[0], f"{target.py_ver}, {target.platforms}")
+        digests.add((best.link.hash_option or {}).get("sha256", [""])[0])
+    if not digests <= set(_HASH.findall(block)):
         raise ToolError("the index states another digest than the lock", block.split()[0])
     lines = block.splitlines()
     hashes = [f"    --hash=sha256:{digest}" for digest in sorted(digests)]
     notes = [line for line in lines if line.startswith("    #")]
-    return [" \\\n".join([lines[0].removesuffix(" \\"), *hashes]), *notes]
-
-
-def best(block: str, wheels: Sequence[Package], target: dict[Tag, int]) -> str:
-    """The digest of the wheel that an installer takes for a target."""
-    found = []
-    for file in wheels:
-        _, _, build, tags = parse_wheel_filename(file.link.filename)
-        if places := [target[tag] for tag in tags if tag in target]:
-            found.append((min(places), [-(build or (0, ""))[0]], file))
-    if not found:
-        what = "a locked package has no wheel for a target"
-        raise ToolError(what, block.split()[0], expected=str(next(iter(target))))
-    link = min(found, key=lambda one: one[:2])[2].link
-    return (link.hash_option or {}).get("sha256", [""])[0]
+    return "\n".join([" \\\n".join([lines[0].removesuffix(" \\"), *hashes]), *notes])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
-from unearth import Package, PackageFinder
+from unearth import Package, PackageFinder, TargetPython
 
 from tools.common.cli import ToolError
 from tools.common.pin import PinnedFile
@@ -28,13 +28,18 @@ def explained(what: str, where: str) -> Iterator[None]:
 
 
 class Index:
-    """The package index that PIP_INDEX_URL names, or unearth's default one."""
+    """The package index that PIP_INDEX_URL names, or unearth's default one; of all files, or of
+    what a target can install."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: TargetPython | None = None) -> None:
         # Our own message says more about an index that does not answer.
         logging.getLogger("unearth").setLevel(logging.ERROR)
         url = os.environ.get("PIP_INDEX_URL")
-        self.finder = PackageFinder(index_urls=[url] if url else [], ignore_compatibility=True)
+        self.finder = PackageFinder(
+            index_urls=[url] if url else [],
+            target_python=target,
+            ignore_compatibility=target is None,
+        )
 
     def files(self, distribution: str) -> list[Package]:
         """Every file of a distribution; an index without it, or without an answer, is an error."""
