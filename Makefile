@@ -254,7 +254,7 @@ install: $(INSTALLED) ## Install the patched CPU wheel into the environment
 .PHONY: verify
 verify: $(INSTALLED) ## Prove that the built and the installed wheel are base plus series
 	$(TOOLS) wheel verify $(MADE)/wheels/vllm-*.whl $(FROM)
-	$(TOOLS) wheel verify --installed $(PY) $(FROM)
+	$(PY) -m tools --on $(LINE) wheel verify --installed $(FROM)
 
 .PHONY: wheel-cuda
 wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda (CUDA=cuda: x86-64 alone)

@@ -23,7 +23,7 @@ from tools.series.tree import BASE_REF, open_tree
 from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
 from tools.upstream.testrun import FAILED, PASSED, SKIPPED, Results, is_test_file
-from tools.wheel.verify import find_site, verify_installed
+from tools.wheel.verify import SITE, verify_installed
 
 PACKAGE = "vllm"
 LIMIT_S = 600
@@ -87,7 +87,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patches", nargs="*", metavar="PATCH", help="only these (default: all)")
     add_flag(parser, "--alone", "each on the release, above what its Needs: names only")
     add_path(parser, "--out", "where the table goes, as Markdown")
-    add_path(parser, "--installed", "where the wheel of the series is (default: this Python)")
+    add_path(parser, "--installed", "the wheel's package directory (default: this Python's)")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -95,10 +95,10 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     finds nothing that it does not find before the patch, and the tests touched pass, or fail in the
     same way on the release. Finished checks are not repeated, so an interrupted run can be
     continued. The wheel of the series must be installed."""
-    installed, alone = arguments.installed or Path(sys.executable), arguments.alone
+    installed, alone = arguments.installed or SITE, arguments.alone
     verify_installed(project, installed)
     git, series = open_tree(project), read_series(project.series_file)
-    checker = Checker(git, find_site(installed), project.build / "check-patches")
+    checker = Checker(git, installed, project.build / "check-patches")
     stand = {patch.name: place for patch, place in zip(series, places(git), strict=True)}
     start = time.monotonic()
     rows: dict[str, dict[str, Finding]] = {}

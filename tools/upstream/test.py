@@ -5,7 +5,6 @@ import argparse
 import hashlib
 import io
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -23,7 +22,7 @@ from tools.series.tree import BASE_REF, open_tree
 from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
 from tools.upstream.testrun import PASSED, SKIPPED, Outcome, Results, is_test_file
-from tools.wheel.verify import verify_installed
+from tools.wheel.verify import SITE, verify_installed
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     pristine one in build/<line>/pristine/site (make upstream-tests)."""
     build, place = project.build / "upstream-tests", project.build / "pristine"
     pristine = project.with_tree(place / "vllm")
-    verify_installed(project, arguments.installed or Path(sys.executable))
+    verify_installed(project, arguments.installed or SITE)
     verify_installed(pristine, place / "site")
     git = open_tree(project)
     touched = {c.path for c in git.changes(BASE_REF, "HEAD") if c.path.startswith("tests/")}

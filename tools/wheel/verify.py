@@ -3,8 +3,7 @@
 
 import argparse
 import hashlib
-import subprocess
-import sys
+import sysconfig
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -22,13 +21,14 @@ from tools.wheel.plan import PACKAGE, Plan, plan_wheel, read_wheel_version, tree
 
 # What an installer adds beside the wheel's own files.
 _INSTALLERS_OWN = {"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"}
-_PLACE = "an installed wheel: by its Python, environment or package directory (default: this one's)"
+# Where packages of this Python lie.
+SITE = Path(sysconfig.get_path("platlib"))
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("wheels", nargs="*", type=Path, metavar="WHEEL")
-    this, name = Path(sys.executable), "PYTHON_OR_SITE"
-    parser.add_argument("--installed", nargs="?", type=Path, const=this, metavar=name, help=_PLACE)
+    text = "the installed wheel, in this package directory (default: this Python's)"
+    parser.add_argument("--installed", nargs="?", type=Path, const=SITE, metavar="SITE", help=text)
     add_tree(parser)
     add_downloads(parser)
 
@@ -107,25 +107,8 @@ def verify_wheel(project: Project, path: Path) -> str:
     return _conclude(path.name, plan, patches, found)
 
 
-def find_site(place: Path) -> Path:
-    """The directory that packages lie in, of a Python, a virtual environment or itself."""
-    python = place / "bin" / "python" if place.is_dir() else place
-    if place.is_dir() and not python.exists():
-        return place
-    if not python.exists():
-        raise ToolError("there is no such Python and no such directory", where=place)
-    # -I: the place must not depend on the caller's PYTHONPATH.
-    command = [str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        what = "this Python does not say where its packages are"
-        raise ToolError(what, where=place, details=done.stderr.splitlines())
-    return Path(done.stdout.strip())
-
-
-def verify_installed(project: Project, place: Path) -> str:
+def verify_installed(project: Project, site: Path) -> str:
     """Compare every installed file with what the wheel must hold; what was proved."""
-    site = find_site(place)
     installed = list(distributions(name=PACKAGE, path=[str(site)]))
     if len(installed) != 1:
         what = f"{PACKAGE} is {'installed twice' if installed else 'not installed here'}"
