@@ -4,60 +4,21 @@
 import hashlib
 import shutil
 import tarfile
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.tools.toy import TREE, Toy, git, write_files, write_pin
-
-
-@dataclass
-class Index:
-    """A package index on the loopback interface that serves one file."""
-
-    name: str
-    data: bytes
-    cut: int | None = None  # close the connection after so many bytes
-    asked: int = 0  # how often for the file
-
-
-def handler(index: Index) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            page = f'<html><body><a href="/{index.name}">{index.name}</a></body></html>'
-            data, kind = page.encode(), "text/html"
-            if self.path.endswith(index.name):
-                data, kind = index.data, "application/gzip"
-                index.asked += 1
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data if kind == "text/html" else data[: index.cut])
-
-    return Handler
+from tests.tools.upstream import Index, make_index
 
 
 @pytest.fixture
-def index(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """Serves the source archive, which is no longer in the downloads."""
-    found = Index(empty.archive.name, empty.archive.read_bytes())
+def index(empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """An index with the source archive, which is no longer in the downloads."""
+    found = make_index(tmp_path / "index", empty)
     empty.archive.unlink()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple/")
-    yield found
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    monkeypatch.setenv("PIP_INDEX_URL", found.url)
+    return found
 
 
 # --- downloads ------------------------------------------------------------------------------------
@@ -66,15 +27,20 @@ def index(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
 def test_what_is_not_the_whole_pinned_file_is_refused_and_leaves_nothing(
     empty: Toy, index: Index
 ) -> None:
-    before, right, name = set(empty.downloads.iterdir()), index.data, index.name
-    index.cut = 100
+    before, name = set(empty.downloads.iterdir()), empty.archive.name
+    path = index.path(name)
+    right = path.read_bytes()
+    path.unlink()
     assert "a download failed" in empty.refuse("source", "fetch")
-    index.cut, index.data = None, b"not the release"
-    assert "not the pinned one" in empty.refuse("source", "fetch")
-    index.name = "vllm-1.tar.gz"
+    for wrong in (b"not the release", right[:100]):
+        path.write_bytes(wrong)
+        assert "not the pinned one" in empty.refuse("source", "fetch")
+    path.rename(path.with_name("vllm-1.tar.gz"))
+    index.write_pages()
     assert "does not have the pinned file" in empty.refuse("source", "fetch")
     assert set(empty.downloads.iterdir()) == before
-    index.name, index.data = name, right
+    path.write_bytes(right)
+    index.write_pages()
     done = empty.run("source", "fetch")
     assert empty.archive.read_bytes() == right
     digest = hashlib.sha256(right).hexdigest()
@@ -133,11 +99,10 @@ def test_offline_asks_no_index(empty: Toy, index: Index) -> None:
 
     refused("source", "fetch")
     refused("series", "apply", "--pristine")
-    empty.archive.write_bytes(index.data)
+    shutil.copy(index.path(empty.archive.name), empty.archive)
     empty.do("series", "apply", "--pristine")
     shutil.rmtree(empty.downloads)
     refused("wheel", "build", "--variant", "cuda")
-    assert index.asked == 0
 
 
 # --- the archive ----------------------------------------------------------------------------------

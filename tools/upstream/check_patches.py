@@ -7,9 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,19 +67,11 @@ print(json.dumps(hook["group_files"](names)))
 """
 IMPORTS, LINTERS, TYPES, TESTS = CHECKS = ("imports", "linters", "types", "tests")
 CANNOT_RUN, FAILED_BEFORE = "cannot run here", "fail on the release too"
-_IN_PLACE = "with those before it and none after it"
 _ABOUT = """\
-# Every patch {name}
-
-{count} patches on vLLM {version}, each {where}, on a CPU. Imports: the modules it touches, \
-and the server's. Linters: vLLM's own rules and hooks (SPDX headers among them) pass on the files \
-it touches. Types: mypy finds nothing that it does not find before the patch. Tests: those of the \
-files it touches; one that fails in the same way on the release does not count against the patch. \
-`{command}` writes this file.
-
-series: {series}
-
-"""
+Imports: the modules it touches, and the server's. Linters: vLLM's own rules and hooks (SPDX \
+headers among them) pass on the files it touches. Types: mypy finds nothing that it does not find \
+before the patch. Tests: those of the files it touches; one that fails in the same way on the \
+release does not count against the patch."""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +91,6 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     git, series = open_tree(project), read_series(project.series_file)
     checker = Checker(git, installed, project.build / "check-patches")
     stand = {patch.name: place for patch, place in zip(series, places(git), strict=True)}
-    start = time.monotonic()
     rows: dict[str, dict[str, Finding]] = {}
     for patch in choose(series, arguments.patches) or series:
         place, rows[patch.name] = stand[patch.name], {}
@@ -109,21 +99,29 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             place = checker.stand_alone(patch.name, stack)
         for check in CHECKS:
             rows[patch.name][check] = found = checker.check(place, check)
-            said = found.said if found.good else f"FAILED: {found.said}"
-            tell(f"{time.monotonic() - start:5.0f} s  {patch.name:36}  {check:8}  {said}")
+            tell(f"{patch.name:36}  {check:8}  {found}")
     if arguments.out:
-        about = _ABOUT.format(
-            name="alone" if alone else "at its own place",
-            count=len(rows),
-            version=project.pin.version,
-            where="on the release, above what its `Needs:` names" if alone else _IN_PLACE,
-            command=f"make check-patches{' ARGS=--alone' if alone else ''}",
-            series=fingerprint(series, project.pin)[:16],
-        )
-        write(arguments.out, about + render(rows))
-    if failed := failures(rows):
-        step = "correct the patch (CONTRIBUTING.md, Editing a patch), run it again"
-        raise ToolError("checks of patches failed", arguments.out, next_step=step, details=failed)
+        where = "with those before it and none after it"
+        if alone:
+            where = "on the release, above what its `Needs:` names"
+        lines = [
+            f"# Every patch {'alone' if alone else 'at its own place'}\n",
+            f"{len(rows)} patches on vLLM {project.pin.version}, each {where}, on a CPU. {_ABOUT} "
+            f"`make check-patches{' ARGS=--alone' if alone else ''}` writes this file.\n",
+            f"series: {fingerprint(series, project.pin)[:16]}\n",
+        ]
+        cells = [(f"`{name}`", *map(str, found.values())) for name, found in rows.items()]
+        lines += table(["Patch", *map(str.capitalize, CHECKS)], cells)
+        write(arguments.out, "\n".join(lines) + "\n")
+    failed = [
+        f"{name}, {check}: {found.said}\n{found.details}\n"
+        for name, row in rows.items()
+        for check, found in row.items()
+        if not found.good
+    ]
+    if failed:
+        step, said = "correct the patch (CONTRIBUTING.md, Editing a patch)", "".join(failed)
+        raise ToolError("checks failed", arguments.out, next_step=step, details=said.splitlines())
     print(f"series: {len(rows)} patches pass {'alone' if alone else 'in their places'}")
 
 
@@ -133,6 +131,9 @@ class Finding(NamedTuple):
     good: bool
     said: str  # in a word or two
     details: str = ""
+
+    def __str__(self) -> str:
+        return self.said if self.good else f"**{self.said}**"
 
 
 Place = tuple[str, str]  # the commit before a patch, and the patch's own
@@ -326,25 +327,3 @@ class Checker:
 
 def _tail(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-12:])
-
-
-Rows = Mapping[str, Mapping[str, Finding]]  # by patch and by check
-
-
-def failures(rows: Rows) -> list[str]:
-    """What the failed checks said."""
-    lines = []
-    for name, findings in rows.items():
-        for check, found in findings.items():
-            if not found.good:
-                lines += [f"{name}, {check}: {found.said}", *found.details.splitlines(), ""]
-    return lines
-
-
-def render(rows: Rows) -> str:
-    """The record of all checks, as Markdown: a row for each patch by file name."""
-    cells = [
-        [f"`{name}`", *(f.said if f.good else f"**{f.said}**" for f in findings.values())]
-        for name, findings in rows.items()
-    ]
-    return "\n".join(table(["Patch", *map(str.capitalize, CHECKS)], cells)) + "\n"
