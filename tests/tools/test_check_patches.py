@@ -21,7 +21,6 @@ from tools.upstream.check_patches import (
     TYPES,
     Checker,
     Finding,
-    Place,
     places,
 )
 
@@ -104,14 +103,6 @@ def test_a_breach_is_named(series: Toy, check: str, said: str, name: str, text: 
     assert found[check].details
 
 
-def test_markdown_is_checked_with_the_configuration_of_the_release(series: Toy) -> None:
-    config = {check_patches.MARKDOWN_CONFIG: "MD013: false\n"}
-    series.commit("[Doc] Write a long line", {"docs/rows.md": f"# Rows\n\n{'rows ' * 30}rows\n"})
-    series.commit("[Doc] Allow it", {**config, "docs/more.md": f"# Rows\n\n{'rows ' * 30}rows\n"})
-    before, after = checked(series, LINTERS)
-    assert (before[LINTERS].good, after[LINTERS].good) == (False, True)
-
-
 OLD = "def test_old():\n    raise KeyError('rows')\n\n\ndef test_good():\n    pass\n"
 
 
@@ -142,14 +133,6 @@ def test_a_test_counts_unless_it_fails_the_same_way_on_the_release(
     assert found[TESTS].good == (", 1 failed" not in said)
 
 
-def test_a_file_of_the_release_runs_once_for_all_patches(failing: Toy) -> None:
-    for number in range(2):
-        failing.commit(f"[Core] Count to {number}", {"tests/test_a.py": f"# {number}\n{OLD}"})
-    checked(failing, TESTS)
-    results = (failing.build / "check-patches/results").glob("*/tests/test_a.xml")
-    assert len(list(results)) == 3
-
-
 def test_a_later_patch_does_not_repair_an_earlier_one(series: Toy) -> None:
     series.commit("[Core] Import early", {**GOOD, "vllm/early.py": f"{HEADER}import vllm.late\n"})
     series.commit("[Core] Add late", {"vllm/late.py": HEADER})
@@ -158,16 +141,21 @@ def test_a_later_patch_does_not_repair_an_earlier_one(series: Toy) -> None:
     assert "vllm.late" in early[IMPORTS].details
 
 
-@pytest.mark.parametrize(
-    "again", ["", 'as error:\n    raise ImportError("pip install it") from error']
+MISSING = "import not_installed\n"
+AGAIN = (
+    f"try:\n    {MISSING}except ImportError as error:\n    raise ImportError('get it') from error\n"
 )
-def test_a_module_may_need_what_is_not_installed(series: Toy, again: str) -> None:
-    text = f"{HEADER}import not_installed\n"
-    if again:
-        text = f"{HEADER}try:\n    import not_installed\nexcept ImportError {again}\n"
-    series.commit("[Core] Want a library", {"vllm/rows.py": text})
-    (found,) = checked(series, IMPORTS)
-    assert found[IMPORTS].good
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [(IMPORTS, MISSING), (IMPORTS, AGAIN), (TYPES, "import requests\n")],
+    ids=["not installed", "not installed, and said so", "without stubs"],
+)
+def test_a_module_may_need_what_is_not_there(series: Toy, check: str, text: str) -> None:
+    series.commit("[Core] Want a library", {"vllm/rows.py": HEADER + text})
+    (found,) = checked(series, check)
+    assert found[check].good
 
 
 def test_a_module_from_another_place_is_no_proof(series: Toy) -> None:
@@ -190,20 +178,18 @@ def test_an_error_in_a_file_that_the_patch_does_not_touch_counts(series: Toy) ->
     assert "vllm/wrong.py" not in bad[TYPES].details
 
 
-def test_missing_stubs_are_no_error_of_a_patch(series: Toy) -> None:
-    series.commit("[Core] Ask", {"vllm/ask.py": f"{HEADER}import requests\n"})
-    (found,) = checked(series, TYPES)
-    assert found[TYPES].said == "no error"
-
-
-@pytest.mark.parametrize(("lowest", "said"), [("3.10", "1 errors"), ("3.11", "no error")])
-def test_the_lowest_python_is_the_one_that_vllm_checks(series: Toy, lowest: str, said: str) -> None:
-    config = f'entry: python tools/pre_commit/mypy.py 0 "{lowest}"\n'
-    series.commit("[CI] Check", {".pre-commit-config.yaml": config})
+def test_the_configuration_is_the_one_that_vllm_has(series: Toy) -> None:
     old = f'{HEADER}import sys\n\nif sys.version_info < (3, 11):\n    ROWS: int = "1"\n'
-    series.commit("[Core] Count", {"vllm/rows.py": old})
-    _, found = checked(series, TYPES)
-    assert found[TYPES].said == said
+    long = f"# Rows\n\n{'rows ' * 30}rows\n"
+    series.commit("[Core] Count", {"vllm/rows.py": old, "docs/rows.md": long})
+    config = 'entry: python tools/pre_commit/mypy.py 0 "3.11"\n'
+    markdown = {check_patches.MARKDOWN_CONFIG: "MD013: false\n"}
+    series.commit("[CI] Check", {".pre-commit-config.yaml": config, **markdown})
+    series.commit("[Core] Again", {"vllm/more.py": old, "docs/more.md": long})
+    before, _, after = checked(series, TYPES, LINTERS)
+    assert [before[check].said for check in (TYPES, LINTERS)] == ["1 errors", "rumdl check"]
+    assert after[TYPES].good
+    assert after[LINTERS].good
 
 
 def test_a_hook_that_fixes_a_file_leaves_no_trace(series: Toy) -> None:
@@ -247,26 +233,20 @@ def test_the_command_tells_of_every_patch_and_fails_with_one(series: Toy) -> Non
     assert re.search(r"fingerprint (\w+)", said)[1] in lines[4]
 
 
-def stand_alone(toy: Toy, name: str) -> Place:
-    """The place of a patch on the release with what it needs. The first brings the hooks."""
-    series = read_series(toy.patches / "series")
-    git = Git(toy.tree)
-    where = dict(zip((p.name for p in series), places(git), strict=True))
-    checker = Checker(git, toy.root / "site", toy.build / "check-patches")
-    return checker.stand_alone(name, [where[other] for other in with_needs(series, [name])])
-
-
 def test_a_patch_alone_stands_on_the_release_with_what_it_needs_or_is_refused(series: Toy) -> None:
     series.commit("[Core] Count", GOOD)
     series.commit("[Core] Stand aside", {"vllm/aside.py": HEADER})
     series.commit("[Core] Double", {"vllm/twice.py": HEADER}, "Needs: count.patch\n" + HEADERS)
     series.commit("[Core] Break", {"vllm/rows.py": ROWS.replace("len(rows)", "0")})
     series.do("series", "export")
+    patches, tree = read_series(series.series_file), Git(series.tree)
+    where = dict(zip((patch.name for patch in patches), places(tree), strict=True))
+    checker = Checker(tree, series.root / "site", series.build / "check-patches")
     with pytest.raises(ToolError, match="does not apply to the release with what it needs") as said:
-        stand_alone(series, "break.patch")
+        checker.stand_alone("break.patch", [where["break.patch"]])
     assert "vllm/rows.py" in str(said.value.found)
-    place = stand_alone(series, "double.patch")
-    git = Git(series.build / "check-patches" / "vllm")
+    stack = [where[name] for name in with_needs(patches, ["double.patch"])]
+    place, git = checker.stand_alone("double.patch", stack), Git(checker.tree)
     assert [change.path for change in git.changes(*place)] == ["vllm/twice.py"]
     there = git.files(place[1])
     assert "vllm/rows.py" in there

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point: its help, and how it shows errors. Git runs as if the machine had no user."""
+"""The entry point: its help, and how it shows errors."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import tools.__main__
 from tests.tools.toy import Toy
 from tools.__main__ import PACKAGES, main, parser
 from tools.common.cli import ToolError
-from tools.common.git import Git, environment
+from tools.common.git import Git
 from tools.common.pin import Project
 
 TOOLS = Path(tools.__main__.__file__).parent
@@ -64,26 +64,10 @@ def test_packages_import_only_packages_below_them() -> None:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
-    """A repository of a person whose configuration and environment say a lot."""
-    (tmp_path / "git").mkdir()
-    for name in (".gitconfig", "git/config", "system"):
-        (tmp_path / name).write_text("[user]\n\tname = Somebody\n")
-    for name in ("HOME", "XDG_CONFIG_HOME", "GIT_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setenv("GIT_CONFIG_SYSTEM", str(tmp_path / "system"))
-    monkeypatch.setenv("LD_SOMETHING", "something")
-    (tmp_path / "repository").mkdir()
-    git = Git(tmp_path / "repository")
+def repository(tmp_path: Path) -> Git:
+    git = Git(tmp_path)
     git.init("main")
     return git
-
-
-def test_nothing_of_the_user_or_the_system_is_seen(repository: Git) -> None:
-    origins = repository.text("config", "--list", "--show-scope").splitlines()
-    assert {line.split("\t")[0] for line in origins} == {"command", "local"}
-    assert "something" not in environment().values()
-    assert repository.text("rev-parse", "--show-toplevel") == str(repository.path.resolve())
 
 
 def test_a_failed_command_shows_itself_and_its_output_indented(repository: Git) -> None:
