@@ -12,7 +12,6 @@ from tests.tools.test_release import build, commit, make_repository, refused
 from tests.tools.test_wheel import contents
 from tests.tools.toy import (
     ARCHIVE_ONLY,
-    HEADERS,
     NAMES,
     TAG,
     TREE,
@@ -81,27 +80,6 @@ def test_a_line_can_be_named_before_and_after_the_command(newer: Toy) -> None:
     error = newer.refuse("series", "export")
     assert error.endswith(f"{LINE}: add --on {LINE} to commands\n")
     assert "--on" not in first.refuse("series", "export", "--tree", "none")
-
-
-def test_output_of_git_format_patch_with_a_list_is_a_series(newer: Toy, tmp_path: Path) -> None:
-    # A person's own checkout of the release, with two commits.
-    plain = tmp_path / "plain"
-    shutil.copytree(newer.tree, plain)
-    git(plain, "checkout", "--quiet", "--detach", "refs/re/base")
-    for name in ("one", "two"):
-        (plain / f"vllm/{name}.py").write_text(f"{name.upper()} = 1\n")
-        git(plain, "add", "--all")
-        git(plain, "commit", "--quiet", "-m", f"[Core] Write {name}\n\n{HEADERS}")
-    for path in newer.patches.glob("*.patch"):
-        path.unlink()
-    git(plain, "format-patch", "--quiet", "--full-index", "-o", str(newer.patches), "refs/re/base")
-    names = sorted(path.name for path in newer.patches.glob("*.patch"))
-    (newer.patches / "series").write_text("".join(f"{name}\n" for name in names))
-    assert "2 patches" in newer.do("series", "check")
-    assert "applied: 2 patches" in newer.do("series", "apply", "--discard")
-    newer.do("series", "export")
-    assert (newer.patches / "series").read_text().split() == names
-    newer.do("series", "export", "--check")
 
 
 # --- wheels ---------------------------------------------------------------------------------------

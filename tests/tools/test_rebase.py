@@ -174,7 +174,9 @@ def test_a_conflict_names_patch_files_and_the_next_commands(toy: Toy, index: Ind
         assert line in text
     error = stop(toy, "--onto", NEXT)
     assert "under way already" in error
-    assert "stopped at [Core] Count rows" in error
+    said = f"onto vLLM {NEXT} in {tree(toy)}, stopped at [Core] Count rows"
+    assert said in error
+    assert f"rebase    {said}" in toy.do("series", "status")
     assert "operation is under way" in stop(toy, "--finish")
     # The old release can be worked with meanwhile.
     toy.do("series", "apply")

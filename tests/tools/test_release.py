@@ -76,22 +76,17 @@ def refused(toy: Toy) -> str:
 
 
 @pytest.fixture(scope="module")
-def _repo(_full: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return make_repository(_full.copy(tmp_path_factory.mktemp("repo") / "project"))
-
-
-@pytest.fixture(scope="module")
-def made(_repo: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
+def made(_full: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """Release 3 is built; for tests that only look at it."""
-    toy = _repo.copy(tmp_path_factory.mktemp("made") / "project")
+    toy = make_repository(_full.copy(tmp_path_factory.mktemp("made") / "project"))
     build(toy)
     return toy
 
 
 @pytest.fixture
-def repo(_repo: Toy, tmp_path: Path) -> Toy:
+def repo(toy: Toy) -> Toy:
     """Release 3 is prepared."""
-    return _repo.copy(tmp_path / "project")
+    return make_repository(toy)
 
 
 def bases(toy: Toy) -> dict[str, Path]:
@@ -137,25 +132,21 @@ def test_the_provenance_names_every_input_as_in_toto_and_slsa_define(made: Toy) 
         assert predicate.run_details.builder.id.startswith("urn:")
 
 
-def test_the_same_commit_gives_the_same_bytes_in_another_directory(
+def test_a_tag_gives_the_same_bytes_again_and_nothing_is_tagged_or_pushed(
     made: Toy, tmp_path: Path
 ) -> None:
+    assert "tag" not in git(made.root, "for-each-ref")
     other = made.copy(tmp_path / "elsewhere")
+    git(other.root, "remote", "add", "origin", str(other.root / "nowhere"))
+    git(other.root, "tag", "re.3")
     shutil.rmtree(other.build / "release")
+    before = git(other.root, "for-each-ref")
     assert made.snapshot(release_of(made)) == other.snapshot(build(other))
+    assert git(other.root, "for-each-ref") == before
     # A release that is there already is compared and kept.
     (release_of(other) / "CHANGES.md").write_text("mine\n")
     assert "another release of this number" in make_release(other).stderr
     assert (release_of(other) / "CHANGES.md").read_text() == "mine\n"
-
-
-def test_nothing_is_tagged_or_pushed_and_a_tag_can_be_built_again(repo: Toy) -> None:
-    git(repo.root, "remote", "add", "origin", str(repo.root / "nowhere"))
-    before = git(repo.root, "for-each-ref")
-    build(repo)
-    assert git(repo.root, "for-each-ref") == before
-    git(repo.root, "tag", "re.3")
-    build(repo)
 
 
 def log(old: str, new: str) -> Callable[[Toy], object]:

@@ -161,8 +161,8 @@ def finish(project: Project) -> None:
     kept = {patch.name for patch in series}
     for name in (name for name in names if name not in kept):
         print(f"left out: {name}")
-    if name := new.pin.submodule:
-        print(f"next: git update-index --cacheinfo 160000,<the commit {new.pin.commit}>,{name}")
+    if place := new.pin.submodule:
+        print(f"next: git update-index --cacheinfo 160000,<the commit {new.pin.commit}>,{place}")
     print("next: make lock && make install && make test; then commit what changed")
     shutil.rmtree(new.root)
 
