@@ -45,7 +45,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home and an environment that would change everything if git saw them."""
     home = tmp_path / "home"
     for place in ("hooks", "template/hooks"):
@@ -55,12 +55,10 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             hook.write_text("#!/bin/sh\nexit 1\n")
             hook.chmod(0o755)
     places = f"core.hooksPath={home / 'hooks'} init.templateDir={home / 'template'}"
-    found = dict(setting.split("=") for setting in f"{HOSTILE} {places}".split())
-    for key, value in found.items():
-        git(home, "config", "--file", ".gitconfig", key, value)
+    for setting in f"{HOSTILE} {places}".split():
+        git(home, "config", "--file", ".gitconfig", *setting.split("="))
     for key, value in {**ENVIRONMENT, "HOME": str(home), "XDG_CONFIG_HOME": str(home)}.items():
         monkeypatch.setenv(key, value)
-    return found
 
 
 def autosquash(toy: Toy, subject: str) -> None:
@@ -107,14 +105,10 @@ def test_each_patch_is_a_commit_and_the_commit_names_it(toy: Toy) -> None:
     assert not (toy.tree / "vllm/old.py").exists()
 
 
-def test_no_configuration_changes_a_byte(toy: Toy, empty: Toy, hostile: dict[str, str]) -> None:
+@pytest.mark.usefixtures("hostile")
+def test_no_configuration_changes_a_byte(toy: Toy, empty: Toy) -> None:
     add_series(empty)
     assert toy.head() == empty.head()
-    assert toy.snapshot() == empty.snapshot()
-    for key, value in hostile.items():
-        git(toy.tree, "config", key, value)
-    git(toy.tree, "config", "--unset", "re.record")
-    assert "3 patches, 0 files changed" in toy.do("series", "export")
     assert toy.snapshot() == empty.snapshot()
 
 

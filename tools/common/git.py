@@ -11,20 +11,14 @@ from typing import NamedTuple
 
 from tools.common.cli import ToolError
 
-# The user's configuration must not change the bytes that come out.
+# The caller's own configuration is not read (see environment); a clone of a person has one too.
 _SETTINGS = {
     "core.hooksPath": "/dev/null",  # no hook of a template or of the repository runs
-    "core.fsmonitor": "false",
-    "core.autocrlf": "false",  # bytes in the tree are bytes in the file
-    "core.eol": "lf",
-    "core.quotePath": "true",  # one spelling of unusual paths in diffs
     "core.abbrev": "40",
     "commit.gpgSign": "false",
     "gc.auto": "0",
     "rerere.enabled": "false",
-    "i18n.commitEncoding": "UTF-8",
-    "i18n.logOutputEncoding": "UTF-8",
-    "apply.whitespace": "nowarn",
+    "merge.conflictStyle": "diff3",  # shows the lines before both changes too
     "protocol.file.allow": "always",  # a fetch from the submodule's own directory
 }
 _ARGUMENTS = [part for key, value in _SETTINGS.items() for part in ("-c", f"{key}={value}")]

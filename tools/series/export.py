@@ -14,25 +14,15 @@ from tools.series.patch import FILENAME, Patch, slug
 from tools.series.series import Series, fingerprint, read_series, write_series
 from tools.series.tree import BASE_REF, EXPORTED_REF, Record
 
+# What differs from git's defaults, which hold here: the caller's configuration is not read.
 _FORMAT = (
     "--always",  # an empty commit too, so that it can be named and refused
     "--no-signature",  # else the last line is the version of git
     "--zero-commit",  # else an edit changes the first line of every later patch
-    "--no-numbered",  # else one more patch changes every subject
-    "--subject-prefix=PATCH",  # am cuts this off again and leaves [Core] alone
     "--no-stat",  # its columns depend on the longest name
-    "--full-index",  # abbreviations grow with the repository; apply compares whole ids
-    "--diff-algorithm=myers",  # the default may change or be configured
-    "--unified=3",
-    "--inter-hunk-context=0",
-    "-O/dev/null",  # files in the order of their paths
+    "--full-index",  # abbreviations grow with the repository
     "--no-renames",  # a detected rename depends on thresholds
     "--no-indent-heuristic",  # where a hunk slides to depends on git's version
-    *("--src-prefix=a/", "--dst-prefix=b/", "--no-color", "--no-ext-diff", "--no-textconv"),
-    *("--no-relative", "--no-cover-letter", "--no-attach", "--no-thread", "--no-base"),
-    *("--no-signoff", "--no-notes", "--pretty=email", "--no-to", "--no-cc", "--no-add-header"),
-    "--no-from",  # the author stands in From:, whoever exports
-    "--encode-email-headers",
 )
 
 
@@ -61,9 +51,7 @@ def draft_series(git: Git, commits: Sequence[str], old: Series) -> Series:
     A commit that ``apply`` made states the name of its patch. Another one has the name of the old
     patch with its subject, or else is named for its subject.
     """
-    # am takes an empty line with and without its blank; the bytes must be the same everywhere.
-    settings = ("-c", "diff.suppressBlankEmpty=false", "-c", "log.showSignature=false")
-    words = (*settings, "format-patch", "-1", "--stdout", *_FORMAT)
+    words = ("format-patch", "-1", "--stdout", *_FORMAT)
     known = {patch.subject: patch.name for patch in old}
     drafts = []
     for commit in commits:
