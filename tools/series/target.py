@@ -66,6 +66,7 @@ def find_target(project: Project, onto: str, commit: str | None) -> Target:
             file = old.wheels[variant].file  # lends its kernels to any release
             table["version"] = file.version
         else:
+            print(f"note: there is no base wheel {variant} of vLLM {version}")
             for key in _FILE:
                 table.pop(key, None)
             continue

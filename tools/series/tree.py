@@ -141,12 +141,8 @@ def write_record(git: Git, record: Record) -> None:
 
 
 def unaccounted(git: Git) -> list[str]:
-    """Commits on the branch or a detached HEAD that no patch reproduces, oldest first."""
-    known = filter(None, map(git.commit_id, (BASE_REF, APPLIED_REF, EXPORTED_REF)))
-    tips = [git.commit_id(f"refs/heads/{BRANCH}")]
-    if git.current_branch() is None:
-        tips.append(git.commit_id("HEAD"))
-    return git.commits(*filter(None, tips), *(f"^{commit}" for commit in known))
+    """Commits on the branch or on HEAD that no patch reproduces, oldest first."""
+    return git.commits("HEAD", f"--branches={BRANCH}", "--not", "--glob=refs/re/*")
 
 
 def refuse_unaccounted(git: Git) -> None:
