@@ -22,8 +22,8 @@ from tests.tools.toy import (
     VERSION,
     Toy,
     record_line,
-    trouble,
     wheel_files,
+    write_files,
 )
 
 CPU = f"{VERSION}+re.3.cpu"
@@ -78,20 +78,28 @@ def test_the_command_prints_path_size_and_digest(toy: Toy, tmp_path: Path) -> No
 
 
 def test_two_machines_cuda_wheels_differ_in_tag_and_binaries_alone(toy: Toy) -> None:
-    toy.do("wheel", "build", "--variant", "cuda")
-    toy.do("wheel", "build", "--variant", "cuda-aarch64")
-    here = toy.build / "wheels" / f"vllm-{VERSION}+re.3-{TAG}.whl"
-    there = toy.build / "wheels" / f"vllm-{VERSION}+re.3-{ARM_TAG}.whl"
-    one, other = contents(here), contents(there)
-    dist_info = f"vllm-{VERSION}+re.3.dist-info"
-    assert {name for name in one if one[name] != other[name]} == {
-        "vllm/_C.abi3.so",
-        f"{dist_info}/WHEEL",
-        f"{dist_info}/sboms/vllm-routed-experts.cdx.json",
-        f"{dist_info}/RECORD",
-    }
+    found: list[Files] = []
+    for variant, tag in (("cuda", TAG), ("cuda-aarch64", ARM_TAG)):
+        toy.do("wheel", "build", "--variant", variant)
+        found.append(contents(toy.build / "wheels" / f"vllm-{VERSION}+re.3-{tag}.whl"))
+    one, other = found
+    dist_info, binary = f"vllm-{VERSION}+re.3.dist-info", "vllm/_C.abi3.so"
     assert one.keys() == other.keys()
+    assert {name for name in one if one[name] != other[name]} == {
+        *(binary, f"{dist_info}/WHEEL", f"{dist_info}/RECORD"),
+        f"{dist_info}/sboms/vllm-routed-experts.cdx.json",
+    }
     assert toy.do("wheel", "verify").count("verified: ") == 2
+    # What is installed is compared with its own machine's base.
+    site = toy.root / "site"
+    site.mkdir()
+    assert "vllm is not installed" in toy.refuse("wheel", "verify", "--installed", str(site))
+    write_files(site, {name: data.decode() for name, data in other.items()})
+    toy.do("wheel", "verify", "--installed", str(site))
+    (site / dist_info / "WHEEL").write_bytes(one[f"{dist_info}/WHEEL"])
+    assert ("changed", binary) in deviations(
+        toy.refuse("wheel", "verify", "--installed", str(site))
+    )
 
 
 def test_the_pristine_tree_makes_release_zero(toy: Toy) -> None:
@@ -191,9 +199,7 @@ def test_the_bill_of_materials_names_every_ingredient_by_digest(toy: Toy) -> Non
 # --- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["csrc/kernel.cu", "cmake/x.cmake", "CMakeLists.txt", "setup.py", "pyproject.toml"]
-)
+@pytest.mark.parametrize("name", ["csrc/kernel.cu", "CMakeLists.txt", "pyproject.toml"])
 def test_a_series_that_changes_compiled_sources_is_refused(toy: Toy, name: str) -> None:
     toy.commit("[Kernel] Faster", {name: "# faster\n"})
     toy.do("series", "export")
@@ -235,15 +241,6 @@ def test_what_is_not_the_applied_series_on_the_pinned_wheel_is_refused(
 
 def test_an_unknown_variant_names_the_known_ones(toy: Toy) -> None:
     assert "cpu or cuda or cuda-aarch64" in toy.refuse("wheel", "build", "--variant", "rocm")
-
-
-def test_a_crash_while_writing_leaves_the_old_wheel(toy: Toy) -> None:
-    path = build(toy)
-    before = path.read_bytes()
-    with trouble("tools.wheel.build._copy_raw"):
-        toy.run("wheel", "build", "--variant", "cpu")
-    assert list(path.parent.iterdir()) == [path]
-    assert path.read_bytes() == before
 
 
 # --- the proof ------------------------------------------------------------------------------------
@@ -421,16 +418,3 @@ def test_a_deviation_of_the_installed_wheel_is_found(
 ) -> None:
     do(site)
     assert deviations(toy.refuse("wheel", "verify", "--installed", str(site))) == found
-
-
-def test_an_installed_wheel_of_another_machine_is_compared_with_its_own_base(toy: Toy) -> None:
-    site = toy.root / "site"
-    site.mkdir()
-    assert "vllm is not installed" in toy.refuse("wheel", "verify", "--installed", str(site))
-    with zipfile.ZipFile(build(toy, variant="cuda-aarch64")) as wheel:
-        wheel.extractall(site)
-    toy.do("wheel", "verify", "--installed", str(site))
-    stated = site / f"vllm-{VERSION}+re.3.dist-info" / "WHEEL"
-    stated.write_text(stated.read_text().replace("aarch64", "x86_64"))
-    error = toy.refuse("wheel", "verify", "--installed", str(site))
-    assert ("changed", "vllm/_C.abi3.so") in deviations(error)

@@ -109,10 +109,15 @@ def _states(git: Git, series: Series) -> dict[str, str]:
 
 
 def _churn(git: Git) -> str:
-    """How many of the lines that patches add to vLLM are not in the end result."""
-    commits = git.commits("--no-merges", f"{BASE_REF}..HEAD")
-    added = [_lines_added(git, f"{commit}^", commit) for commit in commits]
-    remain = _lines_added(git, BASE_REF, "HEAD")
+    """How many of the lines that patches add to vLLM, later patches change or remove."""
+    added = [
+        sum(int(row.split()[0]) for row in _numstat(git, f"{commit}^", commit))
+        for commit in git.commits("--no-merges", f"{BASE_REF}..HEAD")
+    ]
+    names = [row.split("\t")[2] for row in _numstat(git, "--diff-filter=d", BASE_REF, "HEAD")]
+    blame = (git.text("blame", "-s", f"{BASE_REF}..HEAD", "--", name) for name in names)
+    # Lines of the base are marked with a caret.
+    remain = sum(not line.startswith("^") for text in blame for line in text.splitlines())
     lost = sum(added) - remain
     share = f"{lost / remain:.1%}" if remain else "none"
     return (
@@ -121,9 +126,9 @@ def _churn(git: Git) -> str:
     )
 
 
-def _lines_added(git: Git, before: str, after: str) -> int:
-    rows = git.text("diff", "--numstat", "--no-renames", before, after, "--", PACKAGE).splitlines()
-    return sum(int(row.split()[0]) for row in rows if not row.startswith("-"))  # binary
+def _numstat(git: Git, *arguments: str) -> list[str]:
+    rows = git.text("diff", "--numstat", "--no-renames", *arguments, "--", PACKAGE).splitlines()
+    return [row for row in rows if not row.startswith("-")]  # binary
 
 
 def _drift(git: Git, project: Project, series: Series) -> Iterator[str]:
