@@ -119,6 +119,13 @@ def test_files_named_in_prose_exist() -> None:
                 assert (ROOT / name).parent.joinpath(link).exists(), f"{name} links {link}"
 
 
+def test_the_submodule_is_at_the_pinned_commit() -> None:
+    staged = run("git", "ls-files", "--stage", str(PROJECT.pin.submodule)).stdout
+    if not staged:
+        pytest.skip("this is no git repository")
+    assert staged.split()[:2] == ["160000", PROJECT.pin.commit]
+
+
 def test_documentation_is_that_of_the_series() -> None:
     page = PROJECT.tree / "docs/features/routed_experts.md"
     if not page.exists():

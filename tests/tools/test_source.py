@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pinned files come from: downloads, wheelhouses, a submodule; what is refused."""
+"""Where pinned files come from: downloads, wheelhouses; what is refused."""
 
 import hashlib
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import TREE, Toy, git, write_files, write_pin
+from tests.tools.toy import TREE, Toy, git
 from tests.tools.upstream import Index, make_index
 
 
@@ -108,6 +108,12 @@ def test_offline_asks_no_index(empty: Toy, index: Index) -> None:
 # --- the archive ----------------------------------------------------------------------------------
 
 
+def test_the_base_is_the_release_without_what_building_the_archive_added(empty: Toy) -> None:
+    assert "the source archive" in empty.do("series", "apply", "--pristine")
+    # Files that .gitignore names are there.
+    assert git(empty.tree, "ls-files").splitlines() == sorted(TREE)
+
+
 @pytest.mark.parametrize(
     ("name", "link", "said"),
     [
@@ -140,52 +146,3 @@ def test_a_pin_without_a_key_names_it(empty: Toy, key: str) -> None:
     lines.remove(next(line for line in lines if line.startswith(f"{key} = ")))
     empty.pin_file.write_text("\n".join(lines))
     assert f".{key}" in empty.refuse("source", "fetch").splitlines()[0]
-
-
-# --- the submodule --------------------------------------------------------------------------------
-
-
-def make_submodule(toy: Toy) -> str:
-    """Check the release out at vllm/ and pin its commit."""
-    path = toy.root / "vllm"
-    path.mkdir()
-    git(path, "init", "--quiet")
-    write_files(path, TREE)
-    git(path, "add", "--force", "--all")
-    identity = ["-c", "user.name=up", "-c", "user.email=up@stream"]
-    git(path, *identity, "commit", "--quiet", "--message=release")
-    commit = git(path, "rev-parse", "HEAD")
-    write_pin(toy, git(path, "rev-parse", "HEAD^{tree}"), commit=commit)
-    return commit
-
-
-def test_submodule_and_archive_give_the_same_base(empty: Toy, tmp_path: Path) -> None:
-    commit = make_submodule(empty)
-    other = empty.copy(tmp_path / "without")
-    shutil.rmtree(other.root / "vllm")
-    empty.archive.unlink()
-    assert empty.do("source", "fetch") == f"source: the submodule vllm/ at {commit}\n"
-    before = empty.snapshot(empty.root / "vllm")
-    assert "the submodule vllm/ at" in empty.do("series", "apply", "--pristine")
-    after = empty.snapshot(empty.root / "vllm")
-    assert {name for name in after if after[name] != before.get(name)} <= {".git/index"}
-    assert "the source archive" in other.do("series", "apply", "--pristine")
-    assert empty.head() == other.head()
-    # Files that .gitignore names are there, and none of the archive's own.
-    assert git(other.tree, "ls-files").splitlines() == sorted(TREE)
-
-
-def test_a_submodule_that_is_not_as_pinned_is_refused(empty: Toy) -> None:
-    path = empty.root / "vllm"
-    path.mkdir()
-    assert "the source archive" in empty.do("source", "fetch")  # it is not checked out
-    path.rmdir()
-    commit = make_submodule(empty)
-    (path / "vllm/envs.py").write_text("dirty\n")
-    error = empty.refuse("source", "fetch")
-    assert "the submodule is not clean" in error
-    assert "vllm/envs.py" in error
-    write_pin(empty, "d" * 40, commit="e" * 40)
-    error = empty.refuse("source", "fetch")
-    assert "not at the pinned commit" in error
-    assert f"expected: {'e' * 40}\n  found:    {commit}" in error

@@ -19,7 +19,7 @@ _SETTINGS = {
     "gc.auto": "0",
     "rerere.enabled": "false",
     "merge.conflictStyle": "diff3",  # shows the lines before both changes too
-    "protocol.file.allow": "always",  # a fetch from the submodule's own directory
+    "protocol.file.allow": "always",  # a fetch from another directory of this machine
 }
 _ARGUMENTS = [part for key, value in _SETTINGS.items() for part in ("-c", f"{key}={value}")]
 

@@ -50,7 +50,7 @@ class Pin(NamedTuple):
     tree: str
     source: PinnedFile
     archive_only: tuple[str, ...]
-    submodule: str | None  # the checkout of the same files, for a line that has one
+    submodule: str | None  # where a person can have the history, for a line that has one
     wheels: dict[str, BaseWheel]
 
 

@@ -15,7 +15,7 @@ from tools.series import tree
 from tools.series.patch import Patch, check_files
 from tools.series.series import Series, choose, fingerprint, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
-from tools.source.fetch import fetch_source, submodule
+from tools.source.fetch import fetch_source
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,6 @@ def scratch_worktree(git: Git, commit: str = BASE_REF, beside: Path | None = Non
 def apply_series(project: Project, series: Series, *, discard: bool = False) -> bool:
     """Bring the build tree to the base plus the series, completely or not at all; whether it
     was not there already."""
-    submodule(project)  # refuses one that is not as pinned, even if it is not needed
     if not project.tree.exists():
         with staging(project.tree) as place:
             tree.make_base(project, place)

@@ -14,7 +14,7 @@ from tools.common.cli import ToolError
 from tools.common.git import Git
 from tools.common.pin import Pin, Project
 from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
-from tools.source.fetch import fetch, submodule
+from tools.source.fetch import fetch
 
 BRANCH = "routed-experts"
 BASE_REF, APPLIED_REF, EXPORTED_REF = "refs/re/base", "refs/re/applied", "refs/re/exported"
@@ -73,15 +73,9 @@ def unpack_source(archive: Path, archive_only: Sequence[str], into: Path) -> tup
 def make_base(project: Project, into: Path) -> Git:
     """A fresh repository in the empty directory ``into`` whose one commit is the release."""
     pin = project.pin
-    if path := submodule(project):
-        git = Git(into)
-        git.init(BRANCH)
-        git.fetch(path, "--depth=1", "HEAD")
-        tree = git.tree_id("FETCH_HEAD")
-    else:
-        git, tree = unpack_source(fetch(pin.source, project), pin.archive_only, into)
+    git, tree = unpack_source(fetch(pin.source, project), pin.archive_only, into)
     if tree != pin.tree:
-        what, where = "the source does not give the pinned tree", path or pin.source.filename
+        what, where = "the source does not give the pinned tree", pin.source.filename
         step = "check [release] in upstream.toml"
         raise ToolError(what, where, f"tree {pin.tree}", f"tree {tree}", step)
     commit_base(git, pin)

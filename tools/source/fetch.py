@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned files, from a wheelhouse or downloaded; the source, from a submodule or the archive."""
+"""Pinned files, from a wheelhouse or downloaded."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from tools.common.cli import ToolError, add_downloads
 from tools.common.files import digest_of, replacing
-from tools.common.git import Git
 from tools.common.pin import PinnedFile, Project
 from tools.source.index import CHECK_NETWORK, Index, explained
 
@@ -18,35 +17,14 @@ declare = add_downloads
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Get the pinned source, and print its name and digest. If the line has a submodule that is
-    checked out, the submodule is used. Otherwise the archive is used, from the wheelhouse or from
-    build/downloads, where a download goes. PIP_INDEX_URL names another package index."""
+    """Get the pinned source archive, and print its name and digest. It is taken from the wheelhouse
+    or from build/downloads, where a download goes. PIP_INDEX_URL names another package index."""
     print(f"source: {fetch_source(project)}")
-
-
-def submodule(project: Project) -> Path | None:
-    """The line's submodule if it is checked out; refuses one that is not as pinned."""
-    if not (pin := project.pin).submodule:
-        return None
-    path = project.root / pin.submodule
-    if not (path / ".git").exists():
-        return None
-    git = Git(path)
-    head = git.commit_id("HEAD") or "nothing"
-    if not head.startswith(pin.commit):
-        what = "the submodule is not at the pinned commit"
-        step = f"git submodule update --init --checkout {path.name}, or do without it: "
-        step += f"git submodule deinit {path.name}"
-        raise ToolError(what, path, pin.commit, head, step)
-    git.refuse_dirt("the submodule is not clean; nothing is ever changed in it")
-    return path
 
 
 def fetch_source(project: Project) -> str:
     """Get the source; return which it is."""
     source = project.pin.source
-    if path := submodule(project):
-        return f"the submodule {path.name}/ at {project.pin.commit}"
     fetch(source, project)
     return f"the source archive {source.filename}, sha256 {source.sha256}"
 
