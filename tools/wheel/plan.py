@@ -11,7 +11,7 @@ import hashlib
 import io
 import re
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import NamedTuple
 from zipfile import ZipFile, ZipInfo
@@ -120,7 +120,8 @@ def plan_wheel(
         raise ToolError(what, where=git.path, found=found, next_step=step)
     version = wheel_version(pin, base, release)
     infos = [info for info in wheel.infolist() if not info.is_dir()]
-    old_dist_info, dist_info = _dist_info(infos, base), f"{PACKAGE}-{version}.dist-info"
+    old_dist_info = "-".join(base.file.filename.split("-")[:2]) + ".dist-info"
+    dist_info = f"{PACKAGE}-{version}.dist-info"
     tree = git.files("HEAD", PACKAGE)
     # What the base wheel lacks or has in another version.
     fresh = tree.keys() if base.tests_only else changes & tree.keys()
@@ -131,11 +132,8 @@ def plan_wheel(
         if name.startswith(f"{old_dist_info}/"):
             inner = name.removeprefix(f"{old_dist_info}/")
             if inner in ("METADATA", "WHEEL"):
-                text = wheel.read(info).decode()
-                if inner == "WHEEL":
-                    text = _name_wheel(text, base.tag)
-                else:
-                    text = _name_metadata(text, version, base)
+                edit = _name_metadata if inner == "METADATA" else _name_wheel
+                text = edit(wheel.read(info).decode(), version, base)
                 name = f"{dist_info}/{inner}"
                 metadata.append(_new(name, text.encode(), f"the new {inner}", info))
             elif not inner.startswith("RECORD"):  # nor its signatures, which are no longer true
@@ -164,15 +162,6 @@ def plan_wheel(
     csv.writer(record, lineterminator="\n").writerows([*rows, (name, "", "")])
     members.append(_new(name, record.getvalue().encode(), "its own members"))
     return Plan(f"{PACKAGE}-{version}-{base.tag}.whl", dist_info, members)
-
-
-def _dist_info(infos: Iterable[ZipInfo], base: BaseWheel) -> str:
-    tops = {info.filename.split("/")[0] for info in infos}
-    found = [top for top in tops if top.endswith(".dist-info")]
-    if len(found) != 1 or any(top.endswith(".data") for top in tops):
-        what, expected = "the base wheel is not laid out as expected", "one .dist-info, no .data"
-        raise ToolError(what, base.file.filename, expected, ", ".join(sorted(tops)))
-    return found[0]
 
 
 def _blob_id(data: bytes) -> str:
@@ -217,10 +206,10 @@ def _name_metadata(text: str, version: str, base: BaseWheel) -> str:
     return head + blank + body
 
 
-def _name_wheel(text: str, tag: str) -> str:
+def _name_wheel(text: str, version: str, base: BaseWheel) -> str:
     """WHEEL with the tags that the file name states."""
     lines = [line for line in text.rstrip("\n").split("\n") if not line.startswith("Tag: ")]
-    lines += [f"Tag: {one}" for one in sorted(map(str, parse_tag(tag)))]
+    lines += [f"Tag: {one}" for one in sorted(map(str, parse_tag(base.tag)))]
     return "\n".join(lines) + "\n"
 
 
