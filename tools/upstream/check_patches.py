@@ -153,9 +153,18 @@ class Checker:
     """
 
     def __init__(self, git: Git, site: Path, build: Path) -> None:
-        self.git, self.site, self.build = git, site, build.resolve()
+        self.git, self.build = git, build.resolve()
         self.tree, self.results = self.build / PACKAGE, self.build / "results"
-        self._at: str | None = None
+        shutil.rmtree(self.tree, ignore_errors=True)
+        git.run("worktree", "prune")
+        git.run("worktree", "add", "--quiet", "--detach", str(self.tree), BASE_REF)
+        # What a wheel has beyond the sources: kernels, generated modules.
+        sources = git.files("HEAD", PACKAGE)
+        for file in (site / PACKAGE).rglob("*"):
+            name = file.relative_to(site).as_posix()
+            if file.is_file() and name not in sources and "__pycache__" not in file.parts:
+                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.tree / name).symlink_to(file.resolve())
 
     def check(self, place: Place, name: str) -> Finding:
         """One check of one patch, or what an earlier run found."""
@@ -183,8 +192,7 @@ class Checker:
             what = "a patch does not apply to the release with what it needs"
             step = "name the patch that it stands on in its Needs:, or change it"
             raise ToolError(what, name, found=found, next_step=step)
-        self._at = git.text("rev-parse", "HEAD")
-        return git.text("rev-parse", "HEAD~1"), self._at
+        return git.text("rev-parse", "HEAD~1"), git.text("rev-parse", "HEAD")
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         """The result that an earlier run stored under this name, or a new one."""
@@ -194,20 +202,8 @@ class Checker:
         return json.loads(stored.read_text())
 
     def _go_to(self, commit: str) -> None:
-        if self._at is None:
-            shutil.rmtree(self.tree, ignore_errors=True)
-            self.git.run("worktree", "prune")
-            self.git.run("worktree", "add", "--quiet", "--detach", str(self.tree), commit)
-            # What a wheel has beyond the sources: kernels, generated modules.
-            sources = self.git.files("HEAD", PACKAGE)
-            for file in (self.site / PACKAGE).rglob("*"):
-                name = file.relative_to(self.site).as_posix()
-                if file.is_file() and name not in sources and "__pycache__" not in file.parts:
-                    (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
-                    (self.tree / name).symlink_to(file.resolve())
-        elif self._at != commit:
-            Git(self.tree).run("checkout", "--quiet", "--force", "--detach", commit)
-        self._at = commit
+        # By force: some hooks fix what they find.
+        Git(self.tree).run("checkout", "--quiet", "--force", "--detach", commit)
 
     def _environment(self) -> dict[str, str]:
         # The package beside the tests comes before the installed one, also in what they start.
@@ -251,8 +247,7 @@ class Checker:
             commands[" ".join(MARKDOWN[:2])] = (*MARKDOWN, *config, *markdown)
         done = {name: self._run(*command) for name, command in commands.items()}
         failed = {name: _tail(said) for name, (status, said) in done.items() if status}
-        if failed:  # some hooks fix what they find
-            Git(self.tree).run("checkout", "--quiet", "--force", "--detach", place[1])
+        self._go_to(place[1])
         details = "\n".join(f"{name}:\n{said}" for name, said in failed.items())
         said = ", ".join(failed) or f"{len(python) + len(markdown)} files"
         return Finding(not failed, said, details)
