@@ -217,15 +217,17 @@ def test_a_skipped_patch_is_left_out(toy: Toy, index: Index) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [("5 ", "end in blanks"), ("5\n<<<<<<< ours", "conflict markers")]
+    ("value", "line"), [("5 ", "envs.py:10"), ("5\n<<<<<<< ours", "envs.py:11")]
 )
 def test_a_resolution_that_breaks_the_rules_stops_before_anything_is_replaced(
-    toy: Toy, index: Index, value: str, said: str
+    toy: Toy, index: Index, value: str, line: str
 ) -> None:
     before = toy.snapshot()
     clash(toy, index)
     text = resolve(toy, value)
-    assert said in stop(toy, "--finish")
+    error = stop(toy, "--finish")
+    assert "added lines end in blanks, or are conflict markers" in error
+    assert f"(vllm/{line})" in error
     assert toy.snapshot() == before
     (tree(toy) / "vllm/envs.py").write_text(text.replace(value, "5") + "SETTING_40 = 40\n")
     git(tree(toy), "commit", "--all", "--fixup=:/Count rows")

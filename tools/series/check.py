@@ -29,10 +29,7 @@ _HEADER = re.compile(
     OWN_HEADER.pattern + r".*|(?:Tests?|Link|Fixes|Bug|Origin|Forwarded|[A-Za-z-]+-by): .*",
     re.IGNORECASE,
 )
-_BAD_LINES = {
-    r"[ \t\r\f\v]+\n?\Z": "added lines end in blanks",
-    r"\A(<{7}|>{7}|\|{7}) ": "conflict markers are left",
-}
+_BAD_LINE = re.compile(r"[ \t\r\f\v]+\n?\Z|\A(<{7}|>{7}|\|{7}) ")
 _REWORD = "reword the commit (in the build tree: git rebase -i refs/re/base), then: series export"
 _SIGN = "in the build tree: git rebase --signoff refs/re/base, then: series export"
 
@@ -105,15 +102,13 @@ def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
 
 def _check_lines(patch: Patch) -> list[ToolError]:
     before = patch.data[: len(patch.data) - len(patch.diff_bytes)].count(b"\n")
-    found: dict[str, list[str]] = {pattern: [] for pattern in _BAD_LINES}
-    for file in patch.diff:
-        for line in (line for hunk in file for line in hunk if line.is_added):
-            where = f"{patch.name}:{before + (line.diff_line_no or 0)}"
-            for pattern in filter(lambda pattern: re.search(pattern, line.value), _BAD_LINES):
-                found[pattern].append(f"{where} ({file.path}:{line.target_line_no})")
-    step = "remove them in the commit, then: series export"
-    return [
-        ToolError(_BAD_LINES[pattern], patch.name, "none", ", ".join(where), step)
-        for pattern, where in found.items()
-        if where
+    bad = [
+        f"{patch.name}:{before + (line.diff_line_no or 0)} ({file.path}:{line.target_line_no})"
+        for file in patch.diff
+        for hunk in file
+        for line in hunk
+        if line.is_added and _BAD_LINE.search(line.value)
     ]
+    what, step = "added lines end in blanks, or are conflict markers", "remove them in the commit"
+    step += ", then: series export"
+    return [ToolError(what, patch.name, "none", ", ".join(bad), step)] if bad else []
