@@ -77,8 +77,6 @@ def test_decode_engine_states_where_its_rows_begin(pair: Pair, model: Path, star
 
 
 def test_rows_of_two_prompts_begin_after_the_received_kv(pair: Pair, model: Path) -> None:
-    if pair.line != FIRST:
-        pytest.skip("this line refuses prompt rows for two prompts")
     prompts = [random_prompt(40 + i, 2 * BLOCK + 9) for i in range(2)]
     more = {"n": 2, "seed": 1, "return_token_ids": True, "return_routed_experts": True}
     body = {"model": pair.prefill.checkpoint, "prompt": prompts, "max_tokens": 5, **more}
