@@ -70,7 +70,7 @@ CANNOT_RUN, FAILED_BEFORE = "cannot run here", "fail on the release too"
 _ABOUT = """\
 Imports: the modules it touches, and the server's. Linters: vLLM's own rules and hooks (SPDX \
 headers among them) pass on the files it touches. Types: mypy finds nothing that it does not find \
-before the patch. Tests: those of the files it touches; one that fails in the same way on the \
+before the patch. Tests: the tests of the files it touches; one that fails in the same way on the \
 release does not count against the patch."""
 
 
