@@ -34,7 +34,7 @@ def test_packages_of_the_line_stand_before_those_of_the_caller(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/pristine/site")
     server = Server("model", tmp_path / "log", line=SECOND)
-    packages, rest = server.env["PYTHONPATH"].split(os.pathsep)
+    packages, *_, rest = server.env["PYTHONPATH"].split(os.pathsep)
     assert (Path(packages) / "triton_interpreted").is_dir()
     assert rest == "/pristine/site"
 

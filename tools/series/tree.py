@@ -136,7 +136,8 @@ def write_record(git: Git, record: Record) -> None:
 
 def unaccounted(git: Git) -> list[str]:
     """Commits on the branch or on HEAD that no patch reproduces, oldest first."""
-    return git.commits("HEAD", f"--branches={BRANCH}", "--not", "--glob=refs/re/*")
+    branch = f"refs/heads/{BRANCH}"
+    return git.commits("--ignore-missing", "HEAD", branch, "--not", "--glob=refs/re/*")
 
 
 def refuse_unaccounted(git: Git) -> None:
