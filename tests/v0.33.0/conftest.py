@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import harness.engine_v0_33_0  # noqa: F401  (before vLLM looks for Triton)
 import tests.property.conftest  # noqa: F401  (registers hypothesis profiles)
 from tests.behaviour.conftest import checkpoint, model  # noqa: F401
 
