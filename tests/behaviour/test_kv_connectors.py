@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Received KV has no rows: its tokens are computed again, or the rows begin after it. End to end
-with ExampleConnector (files), made to lose blocks."""
+with two connectors of vLLM: OffloadingConnector, and ExampleConnector (files), made to lose
+blocks."""
 
 from __future__ import annotations
 
@@ -30,27 +31,46 @@ ASKS = {"return_routed_experts": True}
 RECEIVES = {**ASKS, "kv_transfer_params": {"do_remote_prefill": True}}
 SILENT: dict[str, Any] = {}
 
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "example": {
+        "kv_connector": "LosingConnector",
+        "kv_connector_module_path": "tests.behaviour.losing_connector",
+        "kv_load_failure_policy": "recompute",
+    },
+    "offloading": {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {
+            "spec_name": "HostOffloadingSpec",
+            "spec_module_path": "tests.behaviour.host_offload",
+            "cpu_bytes_to_use": 32 << 20,
+        },
+    },
+}
 
-@pytest.fixture(scope="module", params=[True, False], ids=["caching", "no caching"])
+
+# All connectors with the prefix cache, and one without.
+CACHING = [pytest.param((name, True), id=name) for name in CONNECTORS]
+WITHOUT = pytest.param(("example", False), id="example without prefix cache")
+
+
+@pytest.fixture(scope="module", params=[*CACHING, WITHOUT])
 def llm(
     model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LLM]:
     from vllm.config import KVTransferConfig
 
-    transfer = KVTransferConfig(
-        kv_role="kv_both",
-        kv_connector="LosingConnector",
-        kv_connector_module_path="tests.behaviour.losing_connector",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"shared_storage_path": str(tmp_path_factory.mktemp("kv"))},
-    )
+    name, caching = request.param
+    settings = {"kv_role": "kv_both", **CONNECTORS[name]}
+    if name == "example":
+        folder = str(tmp_path_factory.mktemp("kv"))
+        settings["kv_connector_extra_config"] = {"shared_storage_path": folder}
     with running(
         model,
-        enable_prefix_caching=request.param,
-        # The connector saves prompts that one step computes.
+        enable_prefix_caching=caching,
+        # Connectors save prompts that one step computes.
         max_num_batched_tokens=1024,
         routed_experts_opt_in=True,
-        kv_transfer_config=transfer,
+        kv_transfer_config=KVTransferConfig(**settings),
     ) as llm:
         yield llm
 
@@ -63,12 +83,31 @@ def generate(llm: LLM, *prompts: list[int], ways: list[dict[str, Any]]) -> list[
 def save(llm: LLM, *prompts: list[int]) -> list[RequestOutput]:
     """Answers of a prefill engine; its prefix cache forgets the prompts."""
     outputs = generate(llm, *prompts, ways=[ASKS] * len(prompts))
+    # Offloading happens in the next step.
+    generate(llm, random_prompt(99, 3), ways=[SILENT])
     assert llm.reset_prefix_cache()
     return outputs
 
 
 def caches(llm: LLM) -> bool:
     return bool(llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
+
+
+def test_request_computes_what_the_connector_has(llm: LLM, model: Path) -> None:
+    prompt = random_prompt(1, LENGTH)
+    save(llm, prompt)
+    outputs = generate(llm, prompt, ways=[ASKS])
+    assert outputs[0].num_cached_tokens == 0
+    assert_all_true(model, outputs)
+
+
+def test_silent_request_loads_it(llm: LLM) -> None:
+    prompt = random_prompt(2, LENGTH)
+    (before,) = save(llm, prompt)
+    (output,) = generate(llm, prompt, ways=[SILENT])
+    assert output.num_cached_tokens == 3 * BLOCK
+    assert output.outputs[0].token_ids == before.outputs[0].token_ids
+    assert output.outputs[0].routed_experts is None
 
 
 @pytest.mark.parametrize("length", [20, BLOCK, BLOCK + 1, 2 * BLOCK, LENGTH])
@@ -78,7 +117,9 @@ def test_rows_begin_behind_what_was_received_and_join(llm: LLM, model: Path, len
     (output,) = generate(llm, prompt, ways=[RECEIVES])
     completion = output.outputs[0]
     start = completion.routed_experts_start
-    assert start == output.num_cached_tokens == (length - 1) // BLOCK * BLOCK
+    # The last token is computed, even if its KV was received (offloaded are all full blocks).
+    assert output.num_cached_tokens in ((length - 1) // BLOCK * BLOCK, length // BLOCK * BLOCK)
+    assert start == min(output.num_cached_tokens, length - 1)
     assert completion.token_ids == prefilled.outputs[0].token_ids
     assert_true_rows(model, prompt, completion, start)
     before = prefilled.outputs[0].routed_experts[:start]
@@ -87,7 +128,7 @@ def test_rows_begin_behind_what_was_received_and_join(llm: LLM, model: Path, len
     assert_true_rows(model, prompt, completion)
 
 
-@pytest.mark.parametrize("llm", [True], indirect=True)
+@pytest.mark.parametrize("llm", CACHING, indirect=True)
 def test_received_tokens_may_lie_behind_cached_ones(llm: LLM, model: Path) -> None:
     """The cached tokens have rows, but a gap would separate them from the others."""
     prompt = random_prompt(50, 4 * BLOCK + 5)
@@ -102,11 +143,12 @@ def test_one_step_receives_computes_and_is_silent(llm: LLM, model: Path) -> None
     prompts = [random_prompt(seed, LENGTH + seed) for seed in range(30, 36)]
     saved = save(llm, *prompts)
     outputs = generate(llm, *prompts, ways=[RECEIVES, ASKS, SILENT] * 2)
-    assert [o.num_cached_tokens // BLOCK for o in outputs] == [4, 0, 4] * 2
     for before, output in zip(saved, outputs, strict=True):
         assert output.outputs[0].token_ids == before.outputs[0].token_ids
     for prompt, output in zip(prompts[::3], outputs[::3], strict=True):
-        assert_true_rows(model, prompt, output.outputs[0], 4 * BLOCK)
+        start = output.num_cached_tokens
+        assert start >= 3 * BLOCK
+        assert_true_rows(model, prompt, output.outputs[0], start)
     assert_all_true(model, outputs[1::3])
     assert all(o.outputs[0].routed_experts is None for o in outputs[2::3])
 
@@ -124,6 +166,7 @@ def test_received_prefix_serves_a_longer_prompt_later(llm: LLM, model: Path) -> 
     assert not scheduler_of(llm).routed_experts.requests
 
 
+@pytest.mark.parametrize("llm", [CACHING[0], WITHOUT], indirect=True)
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_tokens_that_failed_to_load_are_computed(llm: LLM, model: Path, lost: int) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
