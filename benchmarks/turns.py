@@ -13,8 +13,9 @@ One server with prefix caching and `--routed-experts-opt-in`. In each round thre
 equal lengths, in changing order: silent; all rows in each turn; `routed_experts_prompt_start` at
 the last token of the turns before. Each is the only one that runs. Every conversation has tokens
 of its own, so it hits the prefix cache of its own earlier turns alone. A turn's time ends when its
-rows are an array. The joined rows of the last round are compared with those of the whole sequence.
-A GPU rounds other sums in a whole sequence, so there the record says how many decisions differ.
+rows are an array. In the last round, the joined rows are compared with the rows of the whole
+sequence. On a GPU, sums of a whole sequence are added in another order, so some decisions differ.
+The record says how many.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, list[Turn]]], str]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.model:
-            # What the other lines' servers get is for a CPU.
+            # The settings that a line has for its servers are for a CPU.
             options: dict[str, Any] = {"env": {**hosts.environment(), "TORCH_COMPILE_DISABLE": "0"}}
             write_model(folder / "model", args.model)
             make_checkpoint(folder / "tokenizer")
@@ -129,7 +130,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, list[Turn]]], str]
                     rounds.append(played)
             wrong, of = check(client, [turn for turn in played["new rows"] if turn.completion])
     if wrong and not args.model:
-        raise Failure(f"{wrong} of {of} joined decisions are others than in the whole sequence")
+        raise Failure(f"{wrong} of {of} joined decisions differ from the whole sequence")
     return rounds, f"{wrong:,} of {of:,}"
 
 
@@ -164,8 +165,8 @@ def ask(
 
 
 def check(client: httpx.Client, turns: list[Turn]) -> tuple[int, int]:
-    """How many decisions of the turns' joined rows are others than in the whole sequence, and how
-    many there are."""
+    """How many decisions in the turns' joined rows differ from the whole sequence, and how many
+    there are."""
     joined = join_turns([turn.completion for turn in turns if turn.completion])
     whole = ask(client, [*joined.prompt, *joined.token_ids], 0, 1).completion
     assert whole is not None
@@ -177,7 +178,7 @@ def check(client: httpx.Client, turns: list[Turn]) -> tuple[int, int]:
 def report(
     rounds: list[dict[str, list[Turn]]], new: int = 300, sampled: int = 32, differ: str = ""
 ) -> str:
-    """The record. `differ` says how many joined decisions are others than in the whole sequence."""
+    """The record. `differ` says how many joined decisions differ from the whole sequence."""
 
     def millis(mode: str, turn: int) -> float:
         return 1e3 * statistics.median(played[mode][turn].seconds for played in rounds)
@@ -222,7 +223,7 @@ def report(
         f"All turns: {sums['all rows']:,.0f} kB with all rows each time, "
         f"{sums['new rows']:,.0f} kB with new rows alone, {sums['silent']:,.0f} kB without "
         f"rows. In the joined rows of the last conversation, {differ} decisions (one token and one "
-        "layer) are others than if its whole sequence is one prompt."
+        "layer) differ from one request with the whole sequence as its prompt."
     )
     title = f"# A rollout of {TURNS} turns over HTTP"
     run = f"`python {' '.join(command())}`: {setting}"

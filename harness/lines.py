@@ -10,7 +10,7 @@ from pathlib import Path
 
 # A folder for PYTHONPATH: the package `triton_interpreted`, and metadata that Triton finds it by.
 _INTERPRETED = Path(__file__).with_name("interpreted")
-# Another one: the package `cohere`, without which v0.33.0 has no `/cohere/v2/chat`.
+# A second one: the package `cohere`. Without it, v0.33.0 has no `/cohere/v2/chat`.
 _STAND_INS = Path(__file__).with_name("stand_ins")
 
 

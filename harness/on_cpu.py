@@ -150,8 +150,8 @@ NOT_TESTED: dict[str, dict[str, str]] = {
     },
 }
 
-# By line: architectures of vLLM that have, or may have, experts, and that `transformers` lacks.
-# Nothing compares their rows.
+# By line: architectures that vLLM has and `transformers` does not. They have experts, or may have
+# some. No test compares their rows.
 NOT_IN_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "v0.20.2": (
         "AXK1ForCausalLM",

@@ -217,7 +217,7 @@ def test_prompt_rows_of_who_gets_none_do_no_harm(
     for name, carrier in hostile(get_valid(server, path)):
         status, text = send(server, path, carrier, return_routed_experts=False)
         assert status in (200, 400), (name, status, text[:500])
-        # Rows are text. v0.33.0 writes null without rows.
+        # Rows are text. If an answer has no rows, v0.33.0 writes null.
         assert '"routed_experts":"' not in text, name
     check_server()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 MODELS = "vllm.model_executor.models"
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-# What a module of `fused_moe` that runs experts is called.
+# Names of modules of `fused_moe` that run experts.
 EXPERTS = re.compile(r"(Shared)?FusedMoE(Factory)?$|fused_experts$")
 TABLES = {"_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"}
 
@@ -101,7 +101,7 @@ def families() -> dict[str, set[str]]:
 
 
 def moe_families() -> set[str]:
-    """The `model_type` of each of these models whose source has a class of experts or a router."""
+    """The `model_type` of each model in `families()` that has a class of experts or a router."""
     experts = re.compile(r"^class \w*(?:Experts|Router|MoE|Moe|TopKGating)", re.MULTILINE)
     moe: set[str] = set()
     for file in (_root("transformers") / "models").glob("*/modeling_*.py"):

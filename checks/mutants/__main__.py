@@ -79,8 +79,8 @@ def record(line: str, mutants: list[Mutant], found: dict[str, int | None]) -> st
         f"Series: {line} `{of}`.",
         "",
         f"The property test notices {noticed} of {len(mutants)}. Each is tried with {EXAMPLES[0]} "
-        f"examples of every setup, then with {EXAMPLES[1]}, or as many as its line says. "
-        "`make mutants` writes this file.",
+        f"examples of every setup. If that does not notice it, {EXAMPLES[1]} are tried, or the "
+        "number of the last column. `make mutants` writes this file.",
         "",
         "| Mutant | File | Examples |",
         "| --- | --- | --- |",

@@ -232,8 +232,8 @@ def test_engine_whose_worker_dies_ends_with_the_same_error(model: Path, feature:
         engine.step()
         executor = engine.engine_core.engine_core.model_executor
         os.kill(executor.workers[1].proc.pid, signal.SIGKILL)
-        # While it waits for the step, or before it begins the next one. The other worker may be the
-        # first to notice.
+        # The engine notices while it waits for the step, or before the next step. The other worker
+        # may notice first.
         errors = r"^(cancelled|Executor failed\.|Worker failed with error .*)$"
         with pytest.raises(RuntimeError, match=errors):
             [engine.step() for _ in range(400)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode engine send KV with NIXL, from memory to memory over sockets, behind
-`examples/proxy.py` and vLLM's own proxy: answers have true rows, and a dead engine harms nobody."""
+"""A prefill and a decode engine send KV with NIXL, from memory to memory over sockets. They run
+behind `examples/proxy.py` and behind vLLM's own proxy. Answers have true rows, and a dead engine
+harms nobody."""
 
 from __future__ import annotations
 

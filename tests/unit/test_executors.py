@@ -14,7 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-# Within a message; beside it, in the queue's shared memory; too large for that.
+# The rows fit into a message, or into the queue's shared memory, or into neither.
 @pytest.mark.parametrize("num_rows", [0, 5, 40_000, 140_000])
 def test_rows_are_carried_unchanged(dtype: Any, num_rows: int) -> None:
     shape = (num_rows, 4, 8)

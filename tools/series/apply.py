@@ -59,8 +59,8 @@ def am(git: Git, patch: Patch) -> str:
     except ToolError as error:
         git.run("am", "--abort", accept=(0, 1, 128))
         what = "a patch does not apply; nothing was changed"
-        step = f"to solve it by hand: series apply --before {patch.name}, then in the build tree "
-        step += "git am --3way --keep-non-patch, then series export"
+        step = f"to solve it by hand: series apply --before {patch.name}; then, in the build tree, "
+        step += "git am --3way --keep-non-patch with the patch's path; then series export"
         raise ToolError(what, patch.name, next_step=step, details=error.details) from error
     return git.text("rev-parse", "HEAD")
 

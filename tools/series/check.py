@@ -35,9 +35,9 @@ _SIGN = "in the build tree: git rebase --signoff refs/re/base, then: series expo
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Check the series and every patch against the rules. Each listed file exists, none is listed
-    twice or left out; headers, message body, sign-off, files and trailing blanks are right; the
-    patches that a Needs: header names exist and stand earlier."""
+    """Check the series and every patch against the rules. Each listed file exists. No file is
+    listed twice or left out. Headers, message body, sign-off, files and trailing blanks are right.
+    Each patch that a Needs: header names exists and stands earlier."""
     print(f"series: {len(check_series(project))} patches, no problems")
 
 

@@ -41,10 +41,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Move the series to another release of vLLM. Runs git rebase in build/<line>/rebase. After a
-    conflict, go on there with git, then finish. Leaves out what the release contains. At the end
-    patches/<line> is replaced, with the pin (source, base wheels), and a range-diff is shown. Never
-    pushes and never commits here."""
+    """Move the series to another release of vLLM. `git rebase` runs in build/<line>/rebase. It
+    leaves out what the release contains. After a conflict, go on there with git, then finish. At
+    the end, the command replaces patches/<line> and the pin (source, base wheels), and shows a
+    range-diff. It never pushes. It never commits in this repository."""
     under_way = state(project)
     if arguments.finish:
         if not under_way:
@@ -124,11 +124,11 @@ def set_up(project: Project, target: Target, stage: Path) -> Git:
 
 
 def finish(project: Project) -> None:
-    """Prove what git made of the series, put it in the place of the old one, and tell of it."""
+    """Check the series that git made, replace the old series with it, and print what changed."""
     new = rebased(project)
     git = Git(new.tree)
     names = git.text("log", "--reverse", f"--format={_NAME}", OLD).split()
-    tell(f"proving the patches; what is wrong with one, correct in {new.tree}, then: {FINISH}")
+    tell(f"checking the patches; if one is wrong, correct it in {new.tree}, then: {FINISH}")
     if names:  # a line begins with none
         export_series(new, drop=names)
     series = read_series(new.series_file)

@@ -31,7 +31,7 @@ class Target(NamedTuple):
 def find_target(project: Project, onto: str, commit: str | None) -> Target:
     """Find a version on the package index, and get its source; its commit may be known."""
     if commit and not re.fullmatch(r"[0-9a-f]{40}", commit):
-        what, step = "a commit is named by its whole id", "git ls-remote <upstream> has it"
+        what, step = "give the whole id of the commit", "git ls-remote <upstream> shows it"
         raise ToolError(what, "--commit", "40 hexadecimal digits", commit, step)
     try:
         version = Version(onto)

@@ -68,10 +68,10 @@ print(json.dumps(hook["group_files"](names)))
 IMPORTS, LINTERS, TYPES, TESTS = CHECKS = ("imports", "linters", "types", "tests")
 CANNOT_RUN, FAILED_BEFORE = "cannot run here", "fail on the release too"
 _ABOUT = """\
-Imports: the modules it touches, and the server's. Linters: vLLM's own rules and hooks (SPDX \
-headers among them) pass on the files it touches. Types: mypy finds nothing that it does not find \
-before the patch. Tests: the tests of the files it touches; one that fails in the same way on the \
-release does not count against the patch."""
+Imports: the modules that the patch changes, and the server's. Linters: vLLM's own rules and \
+hooks (SPDX headers among them) pass on the files that it changes. Types: mypy finds nothing that \
+it does not find before the patch. Tests: the tests that the patch changes. A test that fails in \
+the same way on the release does not count."""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -82,10 +82,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Check every patch at its own place: vLLM imports, its linters pass on the files touched, mypy
-    finds nothing that it does not find before the patch, and the tests touched pass, or fail in the
-    same way on the release. Finished checks are not repeated, so an interrupted run can be
-    continued. The wheel of the series must be installed."""
+    """Check every patch at its own place. vLLM can be imported. Its linters pass on the changed
+    files. mypy finds no new errors. The changed tests pass, or fail in the same way on the release.
+    A finished check is not repeated, so you can go on after an interruption. The wheel of the
+    series must be installed."""
     installed, alone = arguments.installed or SITE, arguments.alone
     verify_installed(project, installed)
     git, series = open_tree(project), read_series(project.series_file)
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             rows[patch.name][check] = found = checker.check(place, check)
             tell(f"{patch.name:36}  {check:8}  {found}")
     if arguments.out:
-        where = "with those before it and none after it"
+        where = "with all earlier patches and no later ones"
         if alone:
             where = "on the release, above what its `Needs:` names"
         lines = [

@@ -66,9 +66,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Make a branch for upstream of patches and of what they need, signed off by you (git config),
-    and write the text of the pull request. Stops before anything is pushed: you read, own and send
-    it."""
+    """Make a branch for vLLM with the patches that you name, and with the patches that they need.
+    You sign them off (git config). The text of the pull request is written too. Nothing is pushed:
+    you read it, answer for it and send it."""
     series, label = read_series(project.series_file), arguments.onto
     chosen = choose(series, arguments.patches)
     if kept := [patch for patch in chosen if not patch.status.startswith(_SENDABLE)]:
@@ -141,8 +141,8 @@ def pick(git: Git, patch: Patch, commit: str, label: str, who: tuple[str, str]) 
     if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
         what = f"a patch does not fit {label}; no branch was made"
         found = f"conflicts in {', '.join(git.unmerged())}"
-        step = "name the patch that it stands on in its Needs:, choose a base nearer to the pin"
-        step += ", or move the series there first: series rebase --onto <version>"
+        step = "put the patch that it needs into its Needs:; or choose a base nearer to the pin"
+        step += "; or move the series there first: series rebase --onto <version>"
         raise ToolError(what, patch.name, found=found, next_step=step)
     if not git.differs("--cached", "HEAD"):
         what = f"{label} contains a patch already; no branch was made"

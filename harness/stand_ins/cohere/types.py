@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every other name is a model that takes any field."""
+"""A stand-in for `cohere.types`: a name that is not defined here is a model with any field."""
 
 from __future__ import annotations
 
