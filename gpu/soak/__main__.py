@@ -11,8 +11,8 @@ sequence parallel. Each keeps 96 unfinished requests: 16 to 1,024 tokens in, 16 
 second it records finished requests, output tokens, steps, the longest gap between two steps, and
 the memory of processes and GPUs. Then come the faults: five times 64 equal requests at once, and,
 where the build supports it, every copy of rows to the host delayed by 20 ms. The record is
-rewritten every few seconds, so that a killed run keeps its data. It also runs with the pristine
-release; `--flag off` runs either build without the feature.
+rewritten every few seconds, so that a killed run keeps its data. `run` also takes the
+pristine release; `--flag off` runs either build without the feature.
 
 With `--flag opt-in`, the load comes in pairs of turns of the same 96 requests of 512 tokens in, 128
 out: nobody asks in one turn, everybody in the other. The report says how much longer turns and
@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu.soak.engine import FAULT_SECONDS, UNFINISHED
+from gpu.soak.engine import FAULT_SECONDS, UNFINISHED, WARM_UP
 from harness import hosts
 from harness.paired import compare
 from harness.process import free_port
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             "TORCH_COMPILE_DISABLE": "0",
             "VLLM_CACHE_ROOT": f"{tempfile.gettempdir()}/vllm-cache-{arguments.build_label}",
         }
-        limit_s = START_SECONDS + 60 * arguments.minutes + 60 + 2 * FAULT_SECONDS
+        limit_s = START_SECONDS + 60 * (1 + WARM_UP) * arguments.minutes + 60 + 2 * FAULT_SECONDS
         if arguments.limit_minutes:
             limit_s = 60 * arguments.limit_minutes
         specs = [
@@ -162,7 +162,9 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="GPUs of each engine")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--minutes", type=float, default=5.0, help="of load, faults come on top")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="of load; warm-up and faults come on top"
+    )
     parser.add_argument("--limit-minutes", type=float, help="of everything; what is there is kept")
     parser.add_argument("--out", type=Path, required=True, help="folder for the record")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: starts sooner")

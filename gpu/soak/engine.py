@@ -22,6 +22,8 @@ WAVE = 64
 WAVES = 5
 DELAY_MS = 20.0
 FAULT_SECONDS = 15.0
+# Time of the warm-up, relative to the load's.
+WARM_UP = 0.25
 
 
 class Load:
@@ -219,7 +221,7 @@ def run_engine(spec: dict[str, Any]) -> None:
         run_turns(spec["seconds"])
     else:
         # Kernels are compiled in the first steps with a new number of tokens.
-        run_for(spec["seconds"] / 4, "warm_up")
+        run_for(WARM_UP * spec["seconds"], "warm_up")
         run_for(spec["seconds"], "load")
     phase[0] = "drain"
     load.drain()
