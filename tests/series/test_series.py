@@ -44,12 +44,7 @@ def test_export_after_apply_changes_no_file(project: Project, series: Series, tr
 def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None:
     git = Git(tree)
     for commit in git.commits(f"{BASE_REF}..HEAD"):
-        files = git.files(commit)
-        touched = {
-            change.path: files[change.path]
-            for change in git.changes(BASE_REF, commit)
-            if change.path.endswith(".py") and change.path in files
-        }
-        contents = git.contents(touched.values())
-        for path, blob in touched.items():
-            compile(contents[blob], f"{git.log(commit)}: {path}", "exec", dont_inherit=True)
+        touched = git.changed("--diff-filter=d", BASE_REF, commit, "--", "*.py")
+        for path in touched:
+            data = git.read(commit, path) or b""
+            compile(data, f"{git.log(commit)}: {path}", "exec", dont_inherit=True)

@@ -124,7 +124,7 @@ def _exportable(git: Git) -> list[str]:
         what = f"there is nothing to export, HEAD is {BASE_REF}; the series stays as it is"
         raise ToolError(what, git.path, next_step="python -m tools series apply")
     merges = git.commits("--merges", f"{BASE_REF}..HEAD")
-    waiting = [c for c in commits if git.subject(c).startswith(("fixup!", "squash!", "amend!"))]
+    waiting = [c for c in commits if git.log(c, "%s").startswith(("fixup!", "squash!", "amend!"))]
     unfit = dict.fromkeys(merges, "a merge commit has no patch")
     unfit |= dict.fromkeys(waiting, "a commit waits to be squashed")
     step = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"

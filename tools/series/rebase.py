@@ -70,7 +70,7 @@ def state(project: Project) -> str | None:
     if not new.pin_file.exists():
         return None
     git = Git(new.tree)
-    at = f", stopped at {git.subject('REBASE_HEAD')}" if git.commit_id("REBASE_HEAD") else ""
+    at = f", stopped at {git.log('REBASE_HEAD', '%s')}" if git.commit_id("REBASE_HEAD") else ""
     return f"onto vLLM {new.pin.version} in {new.tree}{at}"
 
 
@@ -190,13 +190,13 @@ def _attempt(git: Git, commit: str) -> tuple[str, list[str]]:
     done = git.run("cherry-pick", commit, accept=(0, 1))
     if done.returncode == 0:
         return CLEAN, []
-    verdict = CONFLICT if git.differs("--cached", "HEAD") else CONTAINED
+    verdict = CONFLICT if git.changed("--cached", "HEAD") else CONTAINED
     git.run("cherry-pick", "--abort")
     if (
         verdict == CONFLICT
         and git.run("cherry-pick", commit, "-X", "theirs", accept=(0, 1)).returncode
     ):
-        for path in git.unmerged():  # a file that one side removed
+        for path in git.changed("--diff-filter=U"):  # a file that one side removed
             gone = git.read(commit, path) is None
             git.run(*(("rm", "-qf") if gone else ("checkout", commit)), "--", path)
         git.run("commit", "--quiet", "--allow-empty", "-C", commit)

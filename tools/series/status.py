@@ -135,7 +135,8 @@ def _drift(git: Git, project: Project, series: Series) -> Iterator[str]:
     if dirt := git.dirt():
         yield f"{count(len(dirt), 'file')} changed and not committed in the build tree"
     if lost := unaccounted(git):
-        yield f"{count(len(lost), 'commit')} not exported: {', '.join(map(git.subject, lost))}"
+        subjects = ", ".join(git.log(commit, "%s") for commit in lost)
+        yield f"{count(len(lost), 'commit')} not exported: {subjects}"
     record = read_record(git)
     if record and record.fingerprint != fingerprint(series, project.pin):
         yield "the patches changed since the apply"

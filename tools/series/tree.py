@@ -64,7 +64,7 @@ def unpack_source(archive: Path, archive_only: Sequence[str], into: Path) -> tup
         what, step = "a member of the archive leaves the tree", "check [source] in upstream.toml"
         raise ToolError(what, archive, found=error, next_step=step) from error
     git = Git(into)
-    git.init(BRANCH)
+    git.run("init", "-q", "--template=", "--object-format=sha1", f"--initial-branch={BRANCH}")
     # --force: the release tracks files that its own .gitignore names.
     git.run("add", "--force", "--all", ".")
     return git, git.text("write-tree")
@@ -120,7 +120,10 @@ def open_settled(project: Project) -> Git:
             what = f"a git operation is under way in the build tree (.git/{name})"
             step = f"finish or abort it: git -C {git.path} status"
             raise ToolError(what, git.path, next_step=step)
-    git.refuse_dirt("the build tree has changes that are not committed")
+    if dirt := git.dirt():
+        what = "the build tree has changes that are not committed"
+        step = f"commit or stash them: git -C {git.path} status"
+        raise ToolError(what, git.path, next_step=step, details=dirt[:20])
     return git
 
 

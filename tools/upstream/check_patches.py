@@ -176,8 +176,8 @@ class Checker:
 
     def _files(self, place: Place, suffix: str) -> list[str]:
         """Files of this kind that the patch adds or changes."""
-        changes = self.git.changes(*place)
-        return [c.path for c in changes if c.status != "D" and c.path.endswith(suffix)]
+        there = self.git.changed("--diff-filter=d", *place)
+        return [file for file in there if file.endswith(suffix)]
 
     def stand_alone(self, name: str, stack: Sequence[Place]) -> Place:
         """A patch on the release, above only what it needs.
@@ -187,7 +187,7 @@ class Checker:
         self._go_to(BASE_REF)
         git = Git(self.tree)
         if git.run("cherry-pick", *(commit for _, commit in stack), accept=(0, 1)).returncode:
-            found = f"conflicts in {', '.join(git.unmerged())}"
+            found = "conflicts in " + ", ".join(git.changed("--diff-filter=U"))
             git.run("cherry-pick", "--abort")
             what = "a patch does not apply to the release with what it needs"
             step = "name the patch that it stands on in its Needs:, or change it"
@@ -267,7 +267,7 @@ class Checker:
         self._go_to(commit)
         # vLLM's own hook tells which files are checked together.
         files = self.git.files(commit, PACKAGE, "tests")
-        status, groups = self._run(sys.executable, "-c", _GROUPS, *sorted(files))
+        status, groups = self._run(sys.executable, "-c", _GROUPS, *files)
         if status:
             raise ToolError("vLLM's mypy hook does not tell its files", details=[groups])
         config = self.tree / ".pre-commit-config.yaml"

@@ -140,11 +140,11 @@ def pick(git: Git, patch: Patch, commit: str, label: str, who: tuple[str, str]) 
     """Put a patch on top, as the person's own commit."""
     if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
         what = f"a patch does not fit {label}; no branch was made"
-        found = f"conflicts in {', '.join(git.unmerged())}"
+        found = "conflicts in " + ", ".join(git.changed("--diff-filter=U"))
         step = "put the patch that it needs into its Needs:; or choose a base nearer to the pin"
         step += "; or move the series there first: series rebase --onto <version>"
         raise ToolError(what, patch.name, found=found, next_step=step)
-    if not git.differs("--cached", "HEAD"):
+    if not git.changed("--cached", "HEAD"):
         what = f"{label} contains a patch already; no branch was made"
         raise ToolError(what, where=patch.name, next_step="leave it out")
     words = ("commit", "--quiet", "--cleanup=verbatim", "--signoff", "-F", "-")

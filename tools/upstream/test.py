@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     verify_installed(project, arguments.installed or SITE)
     verify_installed(pristine, place / "site")
     git = open_tree(project)
-    touched = {c.path for c in git.changes(BASE_REF, "HEAD") if c.path.startswith("tests/")}
+    touched = set(git.changed(BASE_REF, "HEAD", "--", "tests"))
     listing = project.patches / "upstream-tests"
     text = listing.read_text(encoding="utf-8") if listing.exists() else ""
     listed = [line for line in text.splitlines() if line and not line.startswith("#")]

@@ -113,7 +113,7 @@ def plan_wheel(
 
     Refuses a series that changes what only a real build can turn into a wheel.
     """
-    changes = {change.path for change in git.changes(BASE_REF, "HEAD")}
+    changes = set(git.changed(BASE_REF, "HEAD"))
     if touched := sorted(path for path in changes if path.startswith(BUILD_INPUTS)):
         what = "an overlay on a finished wheel cannot change compiled sources or build inputs"
         found, step = ", ".join(touched), "take these changes out of the series"
@@ -122,10 +122,9 @@ def plan_wheel(
     infos = [info for info in wheel.infolist() if not info.is_dir()]
     old_dist_info = "-".join(base.file.filename.split("-")[:2]) + ".dist-info"
     dist_info = f"{PACKAGE}-{version}.dist-info"
-    tree = git.files("HEAD", PACKAGE)
+    tree = git.contents("HEAD", PACKAGE)
     # What the base wheel lacks or has in another version.
     fresh = tree.keys() if base.tests_only else changes & tree.keys()
-    patched = git.contents(tree[name] for name in fresh)
     package, metadata = [], []
     for info in infos:
         name = info.filename
@@ -141,19 +140,17 @@ def plan_wheel(
         elif name == VERSION_MODULE:
             text = _name_version_module(wheel.read(info).decode(), version)
             package.append(_new(name, text.encode(), "the generated version module", info))
-        elif name in fresh:
-            package.append(_new(name, patched[tree[name]], "patched tree", info))
-        elif name in tree and name.endswith(".py"):
+        elif name in fresh or (name in tree and name.endswith(".py")):
             # Edits that the base wheel has beyond the release are left out.
-            if _blob_id(wheel.read(info)) == tree[name]:
+            if name not in fresh and wheel.read(info) == tree[name]:
                 package.append(_kept(wheel, info, name, "patched tree"))
             else:
-                package.append(_new(name, git.read("HEAD", name) or b"", "patched tree", info))
+                package.append(_new(name, tree[name], "patched tree", info))
         elif name not in changes and (not base.tests_only or _KERNEL.search(name)):
             package.append(_kept(wheel, info, name))
     there = {info.filename for info in infos}
     for name in sorted(fresh - there):
-        package.append(_new(name, patched[tree[name]], "patched tree"))
+        package.append(_new(name, tree[name], "patched tree"))
     sbom = make_sbom(pin, base, series, version)
     name = f"{dist_info}/sboms/vllm-routed-experts.cdx.json"
     members = [*package, *metadata, _new(name, sbom, "the bill of materials")]
@@ -162,11 +159,6 @@ def plan_wheel(
     csv.writer(record, lineterminator="\n").writerows([*rows, (name, "", "")])
     members.append(_new(name, record.getvalue().encode(), "its own members"))
     return Plan(f"{PACKAGE}-{version}-{base.tag}.whl", dist_info, members)
-
-
-def _blob_id(data: bytes) -> str:
-    """The id that git gives these bytes; saves reading thousands of equal files from it."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def _new(name: str, data: bytes, why: str, info: ZipInfo | None = None) -> Member:
