@@ -78,6 +78,8 @@ def make_hub(home: Path) -> Path:
 
 def _write(snapshot: Path, table: dict[str, Any]) -> None:
     architecture, model_type = table["type"]
+    special = table.get("special", {"<|endoftext|>": 0})
+    end = next(iter(special))
     config = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -86,39 +88,27 @@ def _write(snapshot: Path, table: dict[str, Any]) -> None:
         **table.get("config", {}),
         **dict.fromkeys(table.get("null", ())),
     }
-    files = {"config.json": config, **_tokenizer(table), **table.get("files", {})}
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    tokenizer |= {"eos_token": end, "pad_token": end}
+    files = {"config.json": config, "tokenizer_config.json": tokenizer, **table.get("files", {})}
     for name, content in files.items():
         (snapshot / name).write_text(json.dumps(content, indent=1) + "\n")
+    _write_tokenizer(snapshot, special, table.get("bytes_from", 1))
     if table.get("weights"):
         _write_weights(snapshot)
 
 
-def _tokenizer(table: dict[str, Any]) -> dict[str, Any]:
-    """The files of a tokenizer with one token per byte, and the special tokens."""
-    from tokenizers import pre_tokenizers
+def _write_tokenizer(snapshot: Path, special: dict[str, int], first: int) -> None:
+    """A tokenizer with one token per byte, beginning at the id ``first``, and special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    first, special = table.get("bytes_from", 1), table.get("special", {"<|endoftext|>": 0})
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters, first)} | special
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    end = next(iter(special))
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return {
-        "tokenizer.json": {
-            "version": "1.0",
-            "added_tokens": [
-                {"id": number, "content": token, **added, "special": True}
-                for token, number in special.items()
-            ],
-            "pre_tokenizer": {**byte_level, "use_regex": True},
-            "decoder": {**byte_level, "use_regex": True},
-            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-        },
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **{"eos_token": end, "pad_token": end, "chat_template": CHAT_TEMPLATE},
-        },
-    }
+    vocabulary = {letter: number for number, letter in enumerate(letters, first)}
+    tokenizer = Tokenizer(models.BPE(vocabulary | special, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(snapshot / "tokenizer.json"))
 
 
 def _write_weights(snapshot: Path) -> None:
