@@ -19,7 +19,7 @@ from harness.checkpoint import make_checkpoint
 from harness.process import QUIET, Kept, free_port
 from tools.common.cli import ToolError
 from tools.common.pin import DEFAULT_LINE
-from tools.source.index import Index
+from tools.source.fetch import Index
 
 ROOT = Path(__file__).resolve().parent.parent
 LINE = DEFAULT_LINE

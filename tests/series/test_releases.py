@@ -8,9 +8,8 @@ import pytest
 from tests.real import PROJECT, need_source, real_series
 from tools.common.cli import ToolError
 from tools.common.pin import Project
-from tools.series.rebase import CONFLICT, Trial, try_all
-from tools.series.target import find_target
-from tools.source.index import Index
+from tools.series.rebase import CONFLICT, Trial, find_target, try_all
+from tools.source.fetch import Index
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,6 @@
 """Every patch at its own place: later patches do not count."""
 
 import re
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -204,8 +203,7 @@ def test_the_command_tells_of_every_patch_and_fails_with_one(series: Toy) -> Non
     series.do("series", "export")
     series.do("series", "apply")
     series.do("wheel", "build", "--variant", "cpu")
-    (wheel,) = (series.build / "wheels").glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(series.root / "site")
+    series.unpack(series.root / "site")
     table = series.root / "table.md"
     names = ["count.patch", "break.patch", "break-the-test.patch"]
     place = ("--installed", str(series.root / "site"), "--out", str(table))

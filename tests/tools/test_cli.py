@@ -21,25 +21,19 @@ COMMANDS = [
 ]
 
 
-def help_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main([*arguments, "--help"])
-    assert stop.value.code == 0
-    return capsys.readouterr().out
-
-
 def test_every_command_is_listed_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted((p, c) for p, commands in PACKAGES.items() for c in commands) == sorted(COMMANDS)
     for package, command in COMMANDS:
-        text = " ".join(help_of(package, command, capsys=capsys).split())
+        with pytest.raises(SystemExit, match="0"):
+            main([package, command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
         assert text.startswith(f"usage: python -m tools {package} {command} ")
 
 
 def test_wrong_usage_ends_with_status_two() -> None:
     for words in ([], ["series"], ["series", "unknown"], ["wheel", "build"]):
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises(SystemExit, match="2"):
             main(words)
-        assert stop.value.code == 2
 
 
 def test_the_root_is_the_repository_of_the_tools(empty: Toy) -> None:

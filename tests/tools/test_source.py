@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import TREE, Toy, git
+from tests.tools.toy import ARCHIVE_ONLY, TREE, Toy, git, make_archive, tree_id, write_pin
 from tests.tools.upstream import Index, make_index
 
 
@@ -133,7 +133,8 @@ def test_an_archive_with_another_member_is_refused(
         member.type, member.linkname = tarfile.SYMTYPE, link
     else:
         member.size = 3
-    empty.repin(member)
+    make_archive(empty.archive, {**TREE, **ARCHIVE_ONLY}, member)
+    write_pin(empty, tree_id(empty.root))
     assert said in empty.refuse("series", "apply", "--pristine")
     assert list(empty.build.iterdir()) == []
     assert not list(empty.root.rglob("escaped"))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A branch for upstream: what is on it, who signs, what is refused; nothing is pushed."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import ENVS, FOLDED, HEADERS, NAMES, TREE, VERSION, Toy, git
-from tests.tools.upstream import commit, everything, make_clone
-from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
+from tests.tools.toy import ENVS, FOLDED, HEADERS, NAMES, TREE, Toy, git, write_files
+from tests.tools.upstream import everything
+from tools.series.series import PROJECT_EMAIL, PROJECT_NAME
 
 FIRST, SECOND, THIRD = NAMES
 WHO = "Ada Person <ada@people.org>"
@@ -34,20 +35,27 @@ UPSTREAM = {
 def clone(tmp_path: Path) -> Path:
     """A person's clone of a later upstream, with an origin that it could push to."""
     path = tmp_path / "clone"
-    make_clone(path, {VERSION: TREE})
-    commit(path, UPSTREAM, "some work since")
+    git(tmp_path, "init", "--quiet", "--initial-branch=main", "clone")
+    git(path, "config", "user.name", "Ada Person")
+    git(path, "config", "user.email", "ada@people.org")
+    commit(path, UPSTREAM)
     git(tmp_path, "clone", "--quiet", "--bare", str(path), "origin.git")
     git(path, "remote", "add", "origin", str(tmp_path / "origin.git"))
     git(path, "fetch", "--quiet", "origin")
     return path
 
 
+def commit(clone: Path, files: dict[str, str]) -> None:
+    write_files(clone, files)
+    git(clone, "add", "--force", "--all")
+    git(clone, "commit", "--quiet", "--message", "work")
+
+
+SUBMIT = ("upstream", "submit", "--onto", "main", "--clone")
+
+
 def submit(toy: Toy, clone: Path, *arguments: str) -> str:
-    return toy.do("upstream", "submit", "--clone", str(clone), "--onto", "main", *arguments)
-
-
-def stop(toy: Toy, clone: Path, *arguments: str) -> str:
-    return toy.refuse("upstream", "submit", "--clone", str(clone), "--onto", "main", *arguments)
+    return toy.do(*SUBMIT, str(clone), *arguments)
 
 
 def branches(repository: Path) -> list[str]:
@@ -71,10 +79,6 @@ def add(toy: Toy, subject: str, name: str, body: str = HEADERS) -> None:
     toy.do("series", "export")
 
 
-def stem(name: str) -> str:
-    return name.removesuffix(".patch")
-
-
 def needing(*names: str) -> str:
     return HEADERS.replace("Drop-when", f"Needs: {', '.join(names)}\nDrop-when")
 
@@ -91,7 +95,7 @@ def test_a_branch_is_signed_by_the_sender_and_the_text_has_all_parts(toy: Toy, c
         ]
 
     (clone / "vllm/envs.py").write_text("work in progress\n")
-    before, branch = state(), stem(SECOND)
+    before, branch = state(), SECOND.removesuffix(".patch")
     assert "Nothing was pushed" in submit(toy, clone, SECOND)
     assert (state(), branches(clone)) == (before, sorted([branch, "main"]))
     assert not list(toy.build.glob(".submit-*"))
@@ -161,75 +165,65 @@ def test_a_patch_stands_on_what_it_needs_and_on_what_these_need(toy: Toy, clone:
 # --- refusals -----------------------------------------------------------------------------------
 
 
-def test_a_branch_that_exists_is_not_replaced(toy: Toy, clone: Path) -> None:
-    git(clone, "branch", stem(THIRD))
-    error = stop(toy, clone, THIRD)
-    assert "a branch of this name exists" in error
-    assert f"branch -D {stem(THIRD)}" in error
-    assert branches(clone) == sorted(["main", stem(THIRD)])
-    assert not (toy.build / "submit").exists()
+Do = Callable[[Toy, Path], object]
 
 
-@pytest.mark.parametrize(
-    ("name", "email"),
-    [
-        ("", ""),
-        ("Ada Person", ""),
-        ("Ada Person", "ada"),
-        (PROJECT_NAME, PROJECT_EMAIL),
-    ],
-)
-def test_a_placeholder_identity_cannot_sign_off(
-    toy: Toy, clone: Path, name: str, email: str
-) -> None:
-    git(clone, "config", "user.name", name)
-    git(clone, "config", "user.email", email)
-    error = stop(toy, clone, FIRST)
-    assert "a sign-off is a person's" in error
-    assert "git config --global user.name" in error
-    assert branches(clone) == ["main"]
+def person(name: str, email: str) -> Do:
+    def do(_: Toy, clone: Path) -> None:
+        git(clone, "config", "user.name", name)
+        git(clone, "config", "user.email", email)
+
+    return do
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("no-such --clone CLONE --onto main", "the series has no such patch"),
-        ("count-rows --clone CLONE --onto main --branch bad..name", "bad..name"),
-        ("count-rows --clone CLONE --onto gone", "the clone has no such ref"),
-        ("count-rows --clone nowhere --onto main", "not a clone of vLLM"),
-    ],
-)
-def test_unusable_arguments_are_refused(toy: Toy, clone: Path, words: str, said: str) -> None:
-    before = everything(toy)
-    assert said in toy.refuse("upstream", "submit", *words.replace("CLONE", str(clone)).split())
-    assert branches(clone) == ["main"]
-    assert {**everything(toy), "build": before["build"]} == before
-
-
-def test_a_patch_that_is_not_for_upstream_is_refused(toy: Toy, clone: Path) -> None:
-    add(toy, "[Core] Ours", "ours", HEADERS.replace("Pending", "Denied [there]"))
-    error = stop(toy, clone, "ours")
-    assert "not for upstream" in error
-    assert "found:    Denied [there]" in error
-
-
-def test_a_need_that_does_not_stand_earlier_is_refused(toy: Toy, clone: Path) -> None:
+def need_later(toy: Toy, _: Path) -> None:
     add(toy, "[Core] One", "one", needing("two.patch"))
     add(toy, "[Core] Two", "two")
-    assert "two.patch, which stands later" in stop(toy, clone, FIRST)
 
 
-def test_a_patch_that_does_not_fit_is_refused(toy: Toy, clone: Path) -> None:
+def need_unsaid(toy: Toy, _: Path) -> None:
     envs = (toy.tree / "vllm/envs.py").read_text().replace("SETTING_9 = 99", "SETTING_9 = 5")
-    toy.commit("[Core] Change it", {"vllm/envs.py": envs})  # without Needs:
+    toy.commit("[Core] Change it", {"vllm/envs.py": envs})
     toy.do("series", "export")
-    error = stop(toy, clone, "change-it")
-    assert "conflicts in vllm/envs.py" in error
-    assert "Needs:" in error
-    for value, said in (("'nine'", "a patch does not fit main"), ("99", "main contains a patch")):
-        envs = ENVS.replace("SETTING_9 = 9\n", f"SETTING_9 = {value}\n")
-        commit(clone, {**UPSTREAM, "vllm/envs.py": envs}, "work")
-        error = stop(toy, clone, FIRST)
-        assert said in error
-        assert FIRST in error
-    assert branches(clone) == ["main"]
+
+
+def upstream_has(value: str) -> Do:
+    envs = ENVS.replace("SETTING_9 = 9\n", f"SETTING_9 = {value}\n")
+    return lambda _, clone: commit(clone, {"vllm/envs.py": envs})
+
+
+DENIED = HEADERS.replace("Pending", "Denied [there]")
+PLACEHOLDERS = [("", ""), ("Ada Person", ""), ("Ada Person", "ada"), (PROJECT_NAME, PROJECT_EMAIL)]
+
+
+@pytest.mark.parametrize(
+    ("do", "words", "said"),
+    [
+        (None, "no-such", "the series has no such patch"),
+        (None, "count-rows --branch bad..name", "bad..name"),
+        (None, "count-rows --onto gone", "the clone has no such ref"),
+        (None, "count-rows --clone nowhere", "not a clone of vLLM"),
+        *((person(*who), FIRST, "a person's|user.name '...'") for who in PLACEHOLDERS),
+        (lambda _, clone: git(clone, "branch", "taken"), f"{THIRD} --branch taken", "-D taken; or"),
+        (
+            lambda toy, _: add(toy, "[Core] Ours", "ours", DENIED),
+            "ours",
+            "Denied [there]",
+        ),
+        (need_later, FIRST, "two.patch, which stands later"),
+        (need_unsaid, "change-it", "conflicts in vllm/envs.py|Needs:"),
+        (upstream_has("'nine'"), FIRST, f"a patch does not fit main|{FIRST}"),
+        (upstream_has("99"), FIRST, f"main contains a patch|{FIRST}"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_and_nothing_is_made(
+    toy: Toy, clone: Path, do: Do | None, words: str, said: str
+) -> None:
+    if do:
+        do(toy, clone)
+        toy.do("series", "apply")
+    before = (everything(toy), branches(clone))
+    error = toy.refuse(*SUBMIT, str(clone), *words.split())
+    for part in said.split("|"):
+        assert part in error
+    assert (everything(toy), branches(clone)) == before

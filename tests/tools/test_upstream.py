@@ -2,9 +2,10 @@
 """vLLM's own tests on two wheels: runs of a file, and the verdict on each difference."""
 
 import os
+import shutil
 import textwrap
-import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -130,16 +131,10 @@ def test_every_test_of_a_file_has_its_outcome(tmp_path: Path) -> None:
     assert found["test_skipped"].reason == "not here"
 
 
-def test_only_a_finished_file_is_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tools.upstream.testrun._run_kept", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, "def test(): assert False")
+def test_only_a_finished_file_is_not_run_again(tmp_path: Path) -> None:
+    kept = mock.patch("tools.upstream.testrun._run_kept", side_effect=KeyboardInterrupt)
+    with kept, pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "def test(): assert False")
     first = run(tmp_path, "def test(): pass")
     assert [outcome.status for outcome in first.values()] == [PASSED]
     assert run(tmp_path, "def test(): assert False") == first
@@ -200,10 +195,9 @@ def test_two_wheels_are_compared_and_a_test_that_the_series_breaks_is_named(
     toy.do("series", "export")
     toy.do("series", "apply")
     for out, tree in ((pristine / "site", pristine / "vllm"), (site, toy.tree)):
-        place = ("--tree", str(tree), "--out", f"{out}-wheels")
-        toy.do("wheel", "build", "--variant", "cpu", *place)
-        (wheel,) = Path(f"{out}-wheels").iterdir()
-        zipfile.ZipFile(wheel).extractall(out)
+        toy.do("wheel", "build", "--variant", "cpu", "--tree", str(tree))
+        toy.unpack(out)
+        shutil.rmtree(toy.wheels)
     words = ("--installed", str(site), "--out", str(toy.root / "table.md"))
     error = toy.refuse("upstream", "test", *words)
     assert "broken: tests/test_rows.py tests.test_rows::test" in error

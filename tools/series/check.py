@@ -7,8 +7,16 @@ from collections.abc import Iterator
 
 from tools.common.cli import Problems, ToolError
 from tools.common.pin import Project
-from tools.series.patch import IDENTITY, OWN_HEADER, STATUS, STATUSES, Patch, check_files, slug
-from tools.series.series import Series, read_series
+from tools.series.series import (
+    IDENTITY,
+    OWN_HEADER,
+    STATUS,
+    STATUSES,
+    Patch,
+    Series,
+    read_series,
+    slug,
+)
 
 # For each header: the pattern of a correct line, and the text to show.
 _HEADERS = {
@@ -71,36 +79,45 @@ def check_needs(series: Series) -> list[ToolError]:
 def check_patch(patch: Patch) -> list[ToolError]:
     """Every rule that the patch breaks by itself."""
     try:
-        found = check_files(patch)
-    except ToolError as problem:
+        return [*_check_message(patch), *check_files(patch), *_check_lines(patch)]
+    except ToolError as problem:  # the diff cannot be read
         return [problem]
-    message = [ToolError(what, patch.name, *rest) for what, *rest in _check_message(patch)]
-    return [*message, *found, *_check_lines(patch)]
 
 
-def _check_message(patch: Patch) -> Iterator[tuple[str, str, str, str]]:
-    """What is wrong, what should stand there, what does, and the next step."""
-    lines = patch.body.splitlines()
+def _check_message(patch: Patch) -> Iterator[ToolError]:
+    lines, name = patch.body.splitlines(), patch.name
     if not slug(patch.subject):
-        expected = "Subject: [PATCH] [Area] What it adds"
-        yield "the patch has no subject", expected, patch.subject or "nothing", _REWORD
-    for name, (right, expected) in _HEADERS.items():
-        found = [line for line in lines if re.match(rf"\s*{name}\s*[:=]", line, re.IGNORECASE)]
+        what, expected = "the patch has no subject", "Subject: [PATCH] [Area] What it adds"
+        yield ToolError(what, name, expected, patch.subject or "nothing", _REWORD)
+    for header, (right, expected) in _HEADERS.items():
+        found = [line for line in lines if re.match(rf"\s*{header}\s*[:=]", line, re.IGNORECASE)]
         good = [line for line in found if re.fullmatch(right, line.rstrip())]
-        if found != good or (len(found) != 1 and name != "Needs"):
-            said = " / ".join(found) or "no such line"
-            yield f"{name} is missing or not as it should be", expected, said, _REWORD
-    expected = f"Signed-off-by: {IDENTITY}"
-    if expected not in lines:
+        if found != good or (len(found) != 1 and header != "Needs"):
+            what, said = f"{header} is missing or not as it should be", " / ".join(found)
+            yield ToolError(what, name, expected, said or "no such line", _REWORD)
+    if (expected := f"Signed-off-by: {IDENTITY}") not in lines:
         found = [line for line in lines if re.match(r"\s*signed\W*off\W*by", line, re.IGNORECASE)]
-        what = "the project's Signed-off-by is missing"
-        yield what, expected, " / ".join(found) or "no such line", _SIGN
+        what, said = "the project's Signed-off-by is missing", " / ".join(found)
+        yield ToolError(what, name, expected, said or "no such line", _SIGN)
     if not any(line.strip() and not _HEADER.fullmatch(line) for line in lines):
-        expected = "why the patch is needed and what a user sees"
-        yield "the message has no body", expected, "only a subject and headers", _REWORD
+        what, expected = "the message has no body", "why the patch is needed and what a user sees"
+        yield ToolError(what, name, expected, "only a subject and headers", _REWORD)
 
 
-def _check_lines(patch: Patch) -> list[ToolError]:
+def check_files(patch: Patch) -> Iterator[ToolError]:
+    """What a patch may not change. Paths outside the tree are refused by git."""
+    step = "take that file out of the commit, then: series export"
+    for file in patch.diff:
+        if file.is_binary_file:
+            yield ToolError("a binary file is changed", patch.name, "text", file.path, step)
+        if file.is_symlink or file.is_submodule:
+            yield ToolError("a link is changed", patch.name, "a regular file", file.path, step)
+    if not patch.diff:
+        what, step = "the patch changes nothing", "drop the commit, then: series export"
+        yield ToolError(what, patch.name, "a changed file", "no diff", step)
+
+
+def _check_lines(patch: Patch) -> Iterator[ToolError]:
     before = patch.data[: len(patch.data) - len(patch.diff_bytes)].count(b"\n")
     bad = [
         f"{patch.name}:{before + (line.diff_line_no or 0)} ({file.path}:{line.target_line_no})"
@@ -109,6 +126,7 @@ def _check_lines(patch: Patch) -> list[ToolError]:
         for line in hunk
         if line.is_added and _BAD_LINE.search(line.value)
     ]
-    what, step = "added lines end in blanks, or are conflict markers", "remove them in the commit"
-    step += ", then: series export"
-    return [ToolError(what, patch.name, "none", ", ".join(bad), step)] if bad else []
+    if bad:
+        what = "added lines end in blanks, or are conflict markers"
+        step = "remove them in the commit, then: series export"
+        yield ToolError(what, patch.name, "none", ", ".join(bad), step)

@@ -5,14 +5,14 @@ import argparse
 from collections.abc import Sequence
 
 from tools.common.cli import Problems, ToolError, add_flag, add_tree
+from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series import tree
 from tools.series.apply import am, scratch_worktree
 from tools.series.check import check_patch
-from tools.series.patch import FILENAME, Patch, slug
-from tools.series.series import Series, fingerprint, read_series, write_series
-from tools.series.tree import BASE_REF, EXPORTED_REF, Record
+from tools.series.series import FILENAME, Patch, Series, fingerprint, read_series, slug
+from tools.series.tree import BASE_REF, EXPORTED_REF
 
 # What differs from git's defaults, which hold here: the caller's configuration is not read.
 _FORMAT = (
@@ -56,11 +56,9 @@ def draft_series(git: Git, commits: Sequence[str], old: Series) -> Series:
     drafts = []
     for commit in commits:
         data = git.run(*words, commit).stdout
-        draft = Patch("draft", FILENAME.sub(b"", data, count=1))
+        stated, draft = FILENAME.search(data), Patch("draft", FILENAME.sub(b"", data, count=1))
         name = known.get(draft.subject, f"{slug(draft.subject)}.patch")
-        if stated := FILENAME.search(data):
-            name = stated[1].decode()
-        drafts.append(Patch(name, draft.data))
+        drafts.append(Patch(stated[1].decode() if stated else name, draft.data))
     names = [draft.name for draft in drafts]
     # The name of a removed patch may be taken again; two patches of one export may not clash.
     if bad := [name for name in names if names.count(name) > 1 or name == ".patch"]:
@@ -102,12 +100,16 @@ def export_series(
             if patch.name not in before and path.exists() and path.read_bytes() != patch.data:
                 what = "a file that is not in the series stands where a new patch would go"
                 raise ToolError(what, where=path, next_step="move it away, then export again")
-    proof = Record(fingerprint(new, project.pin), git.tree_id("HEAD"))
+    proof = tree.Record(fingerprint(new, project.pin), git.tree_id("HEAD"))
     if tree.read_record(git) != proof:
         _prove_round_trip(git, new, commits)
     if not check:
-        if changes:
-            write_series(series_file, new, removed)
+        if changes:  # what stops in between can be done again
+            for patch in new:
+                write(series_file.parent / patch.name, patch.data)
+            write(series_file, "".join(f"{name}\n" for name in names))
+            for name in removed:
+                (series_file.parent / name).unlink()
         git.run("update-ref", EXPORTED_REF, "HEAD")
         tree.write_record(git, proof)
     return changes
@@ -127,8 +129,8 @@ def _exportable(git: Git) -> list[str]:
     waiting = [c for c in commits if git.log(c, "%s").startswith(("fixup!", "squash!", "amend!"))]
     unfit = dict.fromkeys(merges, "a merge commit has no patch")
     unfit |= dict.fromkeys(waiting, "a commit waits to be squashed")
-    step = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
     if unfit:
+        step = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
         problems = [ToolError(w, found=git.log(c), next_step=step) for c, w in unfit.items()]
         raise Problems("commits that cannot be patches", problems=problems)
     return commits

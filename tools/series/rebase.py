@@ -5,30 +5,34 @@ That place, ``build/<line>/rebase``, has the new pin in ``patches`` and the comm
 """
 
 import argparse
+import re
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+import tarfile
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import tomlkit
+from packaging.version import InvalidVersion, Version
 
 from tools.common.cli import ToolError, add_flag, table, tell
 from tools.common.files import staging, write
 from tools.common.git import Git
-from tools.common.pin import Project
+from tools.common.pin import UNKNOWN, PinnedFile, Project
 from tools.series import tree
 from tools.series.apply import apply_series
 from tools.series.export import export_series
 from tools.series.series import fingerprint, read_series
-from tools.series.target import Target, find_target
-from tools.series.tree import APPLIED_REF, BASE_REF, write_record
-from tools.source.fetch import fetch
+from tools.series.tree import APPLIED_REF, BASE_REF
+from tools.source.fetch import Index, fetch, like_wheel, releases, version_of
 
 FINISH = "python -m tools series rebase --finish"
 # The series on its old base, beside the new base.
-OLD_BASE, OLD_APPLIED = "refs/re/old/base", "refs/re/old/applied"
+OLD_BASE, OLD_APPLIED = "refs/old/base", "refs/old/applied"
 OLD = f"{OLD_BASE}..{OLD_APPLIED}"
 CLEAN, CONFLICT, CONTAINED = "clean", "conflict", "contained"
 # The patch that a commit of the build tree is of.
 _NAME = "%(trailers:key=Patch-Filename,valueonly)"
+_FILE = ("filename", "size", "sha256")
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -45,17 +49,17 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     leaves out what the release contains. After a conflict, go on there with git, then finish. At
     the end, the command replaces patches/<line> and the pin (source, base wheels), and shows a
     range-diff. It never pushes. It never commits in this repository."""
-    under_way = state(project)
+    under_way, place = state(project), rebased(project).root
+    if arguments.finish and not under_way:
+        step = "begin one: python -m tools series rebase --onto <version>"
+        raise ToolError("no rebase is under way", place, next_step=step)
     if arguments.finish:
-        if not under_way:
-            step = "begin one: python -m tools series rebase --onto <version>"
-            raise ToolError("no rebase is under way", rebased(project).root, next_step=step)
         finish(project)
     elif under_way:
-        step = f"{FINISH}, or give it up: rm -r {rebased(project).root}"
+        step = f"{FINISH}, or give it up: rm -r {place}"
         raise ToolError("a rebase is under way already", found=under_way, next_step=step)
     else:
-        begin(project, arguments)
+        begin(project, find_target(project, arguments.onto, arguments.commit), arguments.dry_run)
 
 
 def rebased(project: Project, at: Path | None = None) -> Project:
@@ -70,40 +74,102 @@ def state(project: Project) -> str | None:
     if not new.pin_file.exists():
         return None
     git = Git(new.tree)
-    at = f", stopped at {git.log('REBASE_HEAD', '%s')}" if git.commit_id("REBASE_HEAD") else ""
+    stopped = git.commit_id("REBASE_HEAD")
+    at = f", stopped at {git.log(stopped, '%s')}" if stopped else ""
     return f"onto vLLM {new.pin.version} in {new.tree}{at}"
 
 
-def begin(project: Project, arguments: argparse.Namespace) -> None:
-    """Find the target, make the place of the rebase, completely or not at all, and start."""
-    new, target = rebased(project), find_target(project, arguments.onto, arguments.commit)
-    release = target.pin["release"]
+class Target(NamedTuple):
+    """``upstream.toml`` on what to move to, but for the id of its tree."""
+
+    pin: Any  # a document of tomlkit: comments and other keys stay
+    source: PinnedFile
+
+
+def find_target(project: Project, onto: str, commit: str | None) -> Target:
+    """Find a version on the package index, and get its source; its commit may be known."""
+    if commit and not re.fullmatch(r"[0-9a-f]{40}", commit):
+        what, step = "give the whole id of the commit", "git ls-remote <upstream> shows it"
+        raise ToolError(what, "--commit", "40 hexadecimal digits", commit, step)
+    try:
+        version = Version(onto)
+    except InvalidVersion:
+        what, expected = "this is not a version of vLLM", "a version such as 1.2.3"
+        raise ToolError(what, "--onto", expected, onto) from None
+    old, index = project.pin, Index()
+    files = index.files(old.source.distribution)
+    archives = (file for file in files if file.link.filename.endswith(".tar.gz"))
+    found = next((file for file in archives if version_of(file) == version), None)
+    if found is None:
+        what = "the package index has no source archive of this version"
+        newest = f"a release; the newest are {', '.join(map(str, releases(files)[-5:]))}"
+        raise ToolError(what, old.source.distribution, newest, version, "check the version")
+    if found.link.is_yanked:
+        print(f"note: {found.link.filename} is withdrawn on the package index")
+    source = index.pin(found)
+    stated = _stated_commit(fetch(source, project))
+    if commit and not commit.startswith(stated):
+        what, said = "the source archive was made from another commit", f"{stated}... in it"
+        raise ToolError(what, source.filename, commit, said, "check the commit of the tag")
+    pin: Any = tomlkit.parse(project.pin_file.read_text(encoding="utf-8"))
+    release = {"version": source.version, "tag": f"v{version}"}
+    pin["release"].update(release | {"commit": commit or stated or UNKNOWN})
+    pin["source"].update({key: getattr(source, key) for key in _FILE})
+    for variant, wheel in pin.get("wheel", {}).items():
+        files = [f for f in index.files(str(wheel["distribution"])) if version_of(f) == version]
+        wheel.pop("version", None)
+        if like := like_wheel(files, str(wheel["tag"])):
+            file = index.pin(like)
+        elif variant in old.wheels and old.wheels[variant].tests_only:
+            file = old.wheels[variant].file  # lends its kernels to any release
+            wheel["version"] = file.version
+        else:
+            print(f"note: there is no base wheel {variant} of vLLM {version}")
+            for key in _FILE:
+                wheel.pop(key, None)
+            continue
+        tag = "-".join(file.filename.removesuffix(".whl").split("-")[-3:])
+        wheel.update({key: getattr(file, key) for key in _FILE} | {"tag": tag})
+    return Target(pin, source)
+
+
+def _stated_commit(archive: Path) -> str:
+    """The beginning of the commit's id, if the archive's version module states it."""
+    with tarfile.open(archive) as tar:
+        modules = (m for m in tar if PurePosixPath(m.name).parts[1:] == ("vllm", "_version.py"))
+        module = next(modules, None)
+        file = tar.extractfile(module) if module else None
+        text = file.read().decode(errors="replace") if file else ""
+    match = re.search(r"^__commit_id__ = .*'g?([0-9a-f]{7,40})'", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def begin(project: Project, target: Target, dry_run: bool) -> None:
+    """Make the place of the rebase, completely or not at all, and start."""
+    new, release = rebased(project), target.pin["release"]
     print(f"onto: vLLM {release['version']} ({release['tag']}, commit {release['commit']})")
     if target.source.sha256 == project.pin.source.sha256:
         print(f"nothing to do: the series stands on vLLM {release['version']}")
         return
-    if arguments.dry_run:
-        print(render_trials(try_all(project, target), target, project.pin.version))
+    if dry_run:
+        show_trials(project, target)
         return
     with staging(new.root) as stage:
         set_up(project, target, stage)
         stage.rename(new.root)
     git = Git(new.tree)
-    done = git.run(
-        "rebase", "--empty=drop", "--onto", BASE_REF, OLD_BASE, OLD_APPLIED, accept=(0, 1)
-    )
+    words = ("rebase", "--empty=drop", "--onto", BASE_REF, OLD_BASE, OLD_APPLIED)
+    done = git.run(*words, accept=(0, 1))
     if done.returncode:
-        what, at = (
-            f"a patch conflicts with vLLM {release['version']}",
-            git.log("REBASE_HEAD", _NAME),
-        )
+        what = f"a patch conflicts with vLLM {release['version']}"
         steps = [
             f"edit and git add them in {git.path}, then: git rebase --continue",
             "to leave the patch out: git rebase --skip",
             f"when git is done: {FINISH}",
             f"to give up: rm -r {new.root}",
         ]
-        raise ToolError(what, at, details=[*conflicts_in(done.stdout), *steps])
+        details = [*conflicts_in(done.stdout), *steps]
+        raise ToolError(what, git.log("REBASE_HEAD", _NAME), details=details)
     finish(project)
 
 
@@ -114,7 +180,8 @@ def set_up(project: Project, target: Target, stage: Path) -> Git:
     new.tree.mkdir()
     git, tree_id = tree.unpack_source(fetch(target.source, project), archive_only, new.tree)
     shutil.copytree(project.patches, new.patches, symlinks=True)
-    new.pin_file.write_text(target.render(tree_id), encoding="utf-8")
+    target.pin["release"]["tree"] = tree_id
+    new.pin_file.write_text(tomlkit.dumps(target.pin), encoding="utf-8")
     tree.commit_base(git, new.pin)
     git.fetch(project.tree, f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}")
     # Also for the person who goes on. Lines of a message may begin with "#".
@@ -126,7 +193,7 @@ def set_up(project: Project, target: Target, stage: Path) -> Git:
 def finish(project: Project) -> None:
     """Check the series that git made, replace the old series with it, and print what changed."""
     new = rebased(project)
-    git = Git(new.tree)
+    git, built = Git(new.tree), Git(project.tree)
     names = git.text("log", "--reverse", f"--format={_NAME}", OLD).split()
     tell(f"checking the patches; if one is wrong, correct it in {new.tree}, then: {FINISH}")
     if names:  # a line begins with none
@@ -134,7 +201,6 @@ def finish(project: Project) -> None:
     series = read_series(new.series_file)
     apply_series(new, series)
     apply_series(project, read_series(project.series_file))  # refuses what would be lost
-    built = Git(project.tree)
     if built.commit_id(APPLIED_REF) != git.commit_id(OLD_APPLIED):
         what = "the series changed since the rebase began; nothing is overwritten"
         step = f"put it back (git restore), or begin again: rm -r {new.root}"
@@ -143,10 +209,9 @@ def finish(project: Project) -> None:
         (project.patches / name).unlink()
     for path in new.patches.iterdir():
         write(project.patches / path.name, path.read_bytes())
-    refs = filter(git.commit_id, (BASE_REF, APPLIED_REF, tree.EXPORTED_REF))
-    built.fetch(new.tree, *(f"+{ref}:{ref}" for ref in refs))
+    built.fetch(new.tree, "+refs/re/*:refs/re/*")
     built.run("checkout", "--quiet", "-B", tree.BRANCH, APPLIED_REF)
-    write_record(built, tree.Record(fingerprint(series, new.pin), built.tree_id(APPLIED_REF)))
+    tree.write_record(built, tree.Record(fingerprint(series, new.pin), built.tree_id(APPLIED_REF)))
     if series:
         ranges = (OLD, f"{BASE_REF}..{APPLIED_REF}")
         print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))
@@ -180,38 +245,36 @@ def try_all(project: Project, target: Target) -> list[Trial]:
     with staging(rebased(project).root) as stage:
         git = set_up(project, target, stage)
         for commit in git.commits(OLD):
-            trials.append(Trial(git.log(commit, _NAME), *_attempt(git, commit)))
-            tell(f"{trials[-1].name}: {trials[-1].verdict}")
+            done, verdict = git.run("cherry-pick", commit, accept=(0, 1)), CLEAN
+            if done.returncode:
+                verdict = CONFLICT if git.changed("--cached", "HEAD") else CONTAINED
+                git.run("cherry-pick", "--abort")
+            if verdict == CONFLICT:
+                _favour(git, commit)
+            trials.append(Trial(git.log(commit, _NAME), verdict, conflicts_in(done.stdout)))
+            tell(f"{trials[-1].name}: {verdict}")
     return trials
 
 
-def _attempt(git: Git, commit: str) -> tuple[str, list[str]]:
-    """Try one patch on HEAD; a conflict is resolved in favour of the patch for those after it."""
-    done = git.run("cherry-pick", commit, accept=(0, 1))
-    if done.returncode == 0:
-        return CLEAN, []
-    verdict = CONFLICT if git.changed("--cached", "HEAD") else CONTAINED
-    git.run("cherry-pick", "--abort")
-    if (
-        verdict == CONFLICT
-        and git.run("cherry-pick", commit, "-X", "theirs", accept=(0, 1)).returncode
-    ):
+def _favour(git: Git, commit: str) -> None:
+    """Put a patch on HEAD, and resolve every conflict in favour of the patch."""
+    if git.run("cherry-pick", commit, "-X", "theirs", accept=(0, 1)).returncode:
         for path in git.changed("--diff-filter=U"):  # a file that one side removed
             gone = git.read(commit, path) is None
             git.run(*(("rm", "-qf") if gone else ("checkout", commit)), "--", path)
         git.run("commit", "--quiet", "--allow-empty", "-C", commit)
     git.run("clean", "--quiet", "--force", "-d")
-    return verdict, conflicts_in(done.stdout)
 
 
-def render_trials(trials: Sequence[Trial], target: Target, before: str) -> str:
-    """The trials as Markdown: a row for each patch that does not simply apply."""
+def show_trials(project: Project, target: Target) -> None:
+    """Print the trials as Markdown: a row for each patch that does not simply apply."""
+    trials, source = try_all(project, target), target.source
     verdicts = [trial.verdict for trial in trials]
     clean, conflict, contained = map(verdicts.count, (CLEAN, CONFLICT, CONTAINED))
     rows = [(f"`{n}`", verdict, "<br>".join(c)) for n, verdict, c in trials if verdict != CLEAN]
-    cells = "\n".join(table(("Patch", "Verdict", "Where"), rows)) if rows else ""
-    return (
-        f"## From vLLM {before} onto {target.source.version}\n\n"
+    print(f"## From vLLM {project.pin.version} onto {source.version}\n")
+    print(
         f"{len(trials)} patches: {clean} apply, {conflict} conflict, {contained} are contained "
-        f"already. Source: `{target.source.filename}`, sha256 `{target.source.sha256}`.\n\n{cells}"
+        f"already. Source: `{source.filename}`, sha256 `{source.sha256}`.\n"
     )
+    print("\n".join(table(("Patch", "Verdict", "Where"), rows)) if rows else "")

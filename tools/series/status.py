@@ -15,7 +15,7 @@ from tools.series import rebase
 from tools.series.export import draft_series
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import BASE_REF, open_tree, read_record, unaccounted
-from tools.source.index import Index, releases
+from tools.source.fetch import Index, releases
 
 PACKAGE = "vllm"
 # As "series: 0123456789abcdef" or "series of 3 patches (`0123456789abcdef`)".

@@ -13,7 +13,7 @@ from backports import tarfile
 from tools.common.cli import ToolError
 from tools.common.git import Git
 from tools.common.pin import Pin, Project
-from tools.series.patch import PROJECT_EMAIL, PROJECT_NAME
+from tools.series.series import PROJECT_EMAIL, PROJECT_NAME
 from tools.source.fetch import fetch
 
 BRANCH = "routed-experts"
@@ -141,11 +141,3 @@ def unaccounted(git: Git) -> list[str]:
     """Commits on the branch or on HEAD that no patch reproduces, oldest first."""
     branch = f"refs/heads/{BRANCH}"
     return git.commits("--ignore-missing", "HEAD", branch, "--not", "--glob=refs/re/*")
-
-
-def refuse_unaccounted(git: Git) -> None:
-    if lost := unaccounted(git):
-        what = "the build tree has commits that the series does not account for"
-        found, details = f"{len(lost)} commits that would be lost", [*map(git.log, lost)]
-        step = "keep them: python -m tools series export; or lose them: --discard"
-        raise ToolError(what, git.path, None, found, step, details)

@@ -73,6 +73,9 @@ hooks (SPDX headers among them) pass on the files that it changes. Types: mypy f
 it does not find before the patch. Tests: the tests that the patch changes. A test that fails in \
 the same way on the release does not count."""
 
+_IN_PLACE = ("at its own place", "with all earlier patches and no later ones", "")
+_ALONE = ("alone", "on the release, above what its `Needs:` names", " ARGS=--alone")
+
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patches", nargs="*", metavar="PATCH", help="only these (default: all)")
@@ -90,38 +93,32 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     verify_installed(project, installed)
     git, series = open_tree(project), read_series(project.series_file)
     checker = Checker(git, installed, project.build / "check-patches")
-    stand = {patch.name: place for patch, place in zip(series, places(git), strict=True)}
-    rows: dict[str, dict[str, Finding]] = {}
-    for patch in choose(series, arguments.patches) or series:
-        place, rows[patch.name] = stand[patch.name], {}
+    stand = dict(zip((patch.name for patch in series), places(git), strict=True))
+    rows, failed = list[list[str]](), list[str]()
+    for name in [patch.name for patch in choose(series, arguments.patches) or series]:
+        place, row = stand[name], [f"`{name}`"]
         if alone:
-            stack = [stand[name] for name in with_needs(series, [patch.name])]
-            place = checker.stand_alone(patch.name, stack)
+            place = checker.stand_alone(name, [stand[n] for n in with_needs(series, [name])])
         for check in CHECKS:
-            rows[patch.name][check] = found = checker.check(place, check)
-            tell(f"{patch.name:36}  {check:8}  {found}")
+            found = checker.check(place, check)
+            tell(f"{name:36}  {check:8}  {found}")
+            row.append(str(found))
+            if not found.good:
+                failed += [f"{name}, {check}: {found.said}", *found.details.splitlines()]
+        rows.append(row)
     if arguments.out:
-        where = "with all earlier patches and no later ones"
-        if alone:
-            where = "on the release, above what its `Needs:` names"
-        lines = [
-            f"# Every patch {'alone' if alone else 'at its own place'}\n",
+        title, where, options = _ALONE if alone else _IN_PLACE
+        about = (
+            f"# Every patch {title}\n\n"
             f"{len(rows)} patches on vLLM {project.pin.version}, each {where}, on a CPU. {_ABOUT} "
-            f"`make check-patches{' ARGS=--alone' if alone else ''}` writes this file.\n",
-            f"series: {fingerprint(series, project.pin)[:16]}\n",
-        ]
-        cells = [(f"`{name}`", *map(str, found.values())) for name, found in rows.items()]
-        lines += table(["Patch", *map(str.capitalize, CHECKS)], cells)
+            f"`make check-patches{options}` writes this file.\n\n"
+            f"series: {fingerprint(series, project.pin)[:16]}\n"
+        )
+        lines = [about, *table(["Patch", *map(str.capitalize, CHECKS)], rows)]
         write(arguments.out, "\n".join(lines) + "\n")
-    failed = [
-        f"{name}, {check}: {found.said}\n{found.details}\n"
-        for name, row in rows.items()
-        for check, found in row.items()
-        if not found.good
-    ]
     if failed:
-        step, said = "correct the patch (CONTRIBUTING.md, Editing a patch)", "".join(failed)
-        raise ToolError("checks failed", arguments.out, next_step=step, details=said.splitlines())
+        step = "correct the patch (CONTRIBUTING.md, Editing a patch)"
+        raise ToolError("checks failed", arguments.out, next_step=step, details=failed)
     print(f"series: {len(rows)} patches pass {'alone' if alone else 'in their places'}")
 
 
@@ -155,6 +152,8 @@ class Checker:
     def __init__(self, git: Git, site: Path, build: Path) -> None:
         self.git, self.build = git, build.resolve()
         self.tree, self.results = self.build / PACKAGE, self.build / "results"
+        # The package beside the tests comes before the installed one, also in what they start.
+        self.environment = testrun.test_environment(self.build, PYTHONPATH=str(self.tree))
         shutil.rmtree(self.tree, ignore_errors=True)
         git.run("worktree", "prune")
         git.run("worktree", "add", "--quiet", "--detach", str(self.tree), BASE_REF)
@@ -172,7 +171,7 @@ class Checker:
         if name == TESTS:  # keeps its results itself
             return make(place)
         trees = "-".join(self.git.tree_id(commit)[:12] for commit in place)
-        return Finding(*self._kept(f"{trees}-{name}", lambda: make(place)))
+        return Finding(*self._kept(f"{trees}-{name}", make, place))
 
     def _files(self, place: Place, suffix: str) -> list[str]:
         """Files of this kind that the patch adds or changes."""
@@ -194,34 +193,22 @@ class Checker:
             raise ToolError(what, name, found=found, next_step=step)
         return git.text("rev-parse", "HEAD~1"), git.text("rev-parse", "HEAD")
 
-    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
+    def _kept(self, name: str, make: Callable[..., Any], *arguments: object) -> Any:
         """The result that an earlier run stored under this name, or a new one."""
         stored = self.results / f"{name}-{digest_of(Path(__file__))[:8]}.json"  # how it was made
         if not stored.is_file():
-            write(stored, json.dumps(make(), indent=1))
+            write(stored, json.dumps(make(*arguments), indent=1))
         return json.loads(stored.read_text())
 
     def _go_to(self, commit: str) -> None:
         # By force: some hooks fix what they find.
         Git(self.tree).run("checkout", "--quiet", "--force", "--detach", commit)
 
-    def _environment(self) -> dict[str, str]:
-        # The package beside the tests comes before the installed one, also in what they start.
-        return testrun.test_environment(self.build, PYTHONPATH=str(self.tree))
-
     def _run(self, *command: str) -> tuple[int, str]:
         """Exit status and output of a command."""
-        done = subprocess.run(
-            command,
-            cwd=self.tree,
-            env=self._environment(),
-            timeout=LIMIT_S,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        return done.returncode, done.stdout
+        place: dict[str, Any] = {"cwd": self.tree, "env": self.environment, "timeout": LIMIT_S}
+        done = subprocess.run(command, **place, input="", capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
 
     def _check_imports(self, place: Place) -> Finding:
         self._go_to(place[1])
@@ -253,7 +240,10 @@ class Checker:
         return Finding(not failed, said, details)
 
     def _check_types(self, place: Place) -> Finding:
-        before, after = map(self._mypy, place)
+        before, after = (
+            self._kept(f"{self.git.tree_id(commit)[:12]}-mypy", self._mypy, commit)
+            for commit in place
+        )
         # mypy tells of missing stubs once, at whichever file it comes to first.
         new = (Counter(after) - Counter(before)).elements()
         fresh = sorted(error for error in new if not error.endswith("[import-untyped]"))
@@ -261,9 +251,6 @@ class Checker:
 
     def _mypy(self, commit: str) -> list[str]:
         """The errors that mypy finds in the package and its tests, without line numbers."""
-        return self._kept(f"{self.git.tree_id(commit)[:12]}-mypy", lambda: self._run_mypy(commit))
-
-    def _run_mypy(self, commit: str) -> list[str]:
         self._go_to(commit)
         # vLLM's own hook tells which files are checked together.
         files = self.git.files(commit, PACKAGE, "tests")
@@ -317,7 +304,7 @@ class Checker:
         results = self.results / key / Path(file).with_suffix(".xml")
         if not results.is_file():
             self._go_to(commit)
-        return testrun.run_file(file, self.tree, self._environment(), results, LIMIT_S)
+        return testrun.run_file(file, self.tree, self.environment, results, LIMIT_S)
 
 
 def _tail(text: str) -> str:

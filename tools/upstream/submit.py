@@ -13,8 +13,7 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
-from tools.series.patch import OWN_HEADER, Patch
-from tools.series.series import choose, read_series, with_needs
+from tools.series.series import OWN_HEADER, Patch, choose, read_series, with_needs
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
 from tools.upstream.testrun import is_test_file
 
@@ -101,9 +100,9 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     template = clone.read(base, _TEMPLATE) or b"(the base has no template for pull requests)"
     below = [patch for patch, _ in stack if patch not in chosen]
     path = project.build / "submit" / f"{branch.replace('/', '-')}.md"
-    write(path, render_request(label, chosen, below, template.decode(errors="replace")))
     if not old:
         clone.run("branch", "--no-track", branch, head)
+    write(path, render_request(label, chosen, below, template.decode(errors="replace")))
     print(f"branch {branch}: {', '.join(patch.name for patch in chosen)}")
     if below:
         names = ", ".join(patch.name for patch in below)

@@ -9,7 +9,7 @@ import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.process import KEEPER
 from tools.upstream.hubcache import make_hub
@@ -97,7 +97,8 @@ def run_file(
         pytest = [sys.executable, "-m", "pytest", file, "-q", "--rootdir=."]
         pytest += ["-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
         pytest += [f"--timeout={limit_s / 2:.0f}", "--timeout-method=signal"]
-        end = _run_kept(pytest, tree, environment, results.with_suffix(".log"), limit_s)
+        with results.with_suffix(".log").open("wb") as log:
+            end = _run_kept(pytest, limit_s, cwd=tree, env=environment, stdout=log, stderr=log)
         if end not in (0, 1) or not report.is_file():  # crashed, hung, or could not be collected
             limit = f"ended after {limit_s:.0f} s, the limit"
             message = limit if end is None else f"ended with status {end}"
@@ -111,16 +112,11 @@ def run_file(
     return read_results(results)
 
 
-def _run_kept(
-    command: list[str], cwd: Path, environment: Mapping[str, str], log: Path, limit_s: float
-) -> int | None:
+def _run_kept(command: list[str], limit_s: float, **options: Any) -> int | None:
     """The exit status of a command; None if it ran into its limit."""
-    kept, pipe = [sys.executable, str(KEEPER), *command], subprocess.PIPE
-    with (
-        log.open("wb") as out,
-        subprocess.Popen(kept, cwd=cwd, env=environment, stdin=pipe, stdout=out, stderr=out) as run,
-    ):
-        # Leaving this block closes the keeper's input: it ends what is left.
+    kept = [sys.executable, str(KEEPER), *command]
+    # Leaving this block closes the keeper's input: it ends what is left.
+    with subprocess.Popen(kept, stdin=subprocess.PIPE, **options) as run:
         try:
             return run.wait(limit_s)
         except subprocess.TimeoutExpired:

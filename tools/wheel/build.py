@@ -5,14 +5,13 @@ import argparse
 import copy
 import struct
 from pathlib import Path
-from typing import IO
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from tools.common.cli import add_downloads, add_path, add_tree
 from tools.common.files import digest_of, replacing
 from tools.common.pin import Project
 from tools.source.fetch import fetch
-from tools.wheel.plan import Plan, choose_base, plan_wheel, tree_series
+from tools.wheel.plan import Member, choose_base, plan_wheel, tree_series
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # the zip format's first
 
@@ -49,24 +48,23 @@ def build_wheel(project: Project, variant: str, out: Path) -> Path:
         plan = plan_wheel(wheel, base, git, project.pin, series, number)
         out.mkdir(parents=True, exist_ok=True)
         path = out / plan.filename
-        with replacing(path) as file:
-            write_wheel(plan, wheel, file)
+        with replacing(path) as file, ZipFile(file, "w", allowZip64=False) as new:
+            for member in plan.members:
+                _add(new, member, wheel)
     return path
 
 
-def write_wheel(plan: Plan, wheel: ZipFile, out: IO[bytes]) -> None:
-    """Write the members of a plan as a zip archive."""
-    with ZipFile(out, "w", ZIP_STORED, allowZip64=False) as new:
-        for member in plan.members:
-            if member.data is None:
-                assert member.info is not None
-                _copy_raw(wheel, member.info, new, member.name)
-                continue
-            info = ZipInfo(member.name, _DATE)
-            info.create_system = 3
-            info.external_attr = member.info.external_attr if member.info else 0o100644 << 16
-            # Stored, not deflated: a compressor's output depends on its version.
-            new.writestr(info, member.data, ZIP_STORED)
+def _add(new: ZipFile, member: Member, wheel: ZipFile) -> None:
+    """Write one member of a plan."""
+    if member.data is None:
+        assert member.info is not None
+        _copy_raw(wheel, member.info, new, member.name)
+        return
+    info = ZipInfo(member.name, _DATE)
+    info.create_system = 3
+    info.external_attr = member.info.external_attr if member.info else 0o100644 << 16
+    # Stored, not deflated: a compressor's output depends on its version.
+    new.writestr(info, member.data, ZIP_STORED)
 
 
 def _copy_raw(wheel: ZipFile, info: ZipInfo, new: ZipFile, name: str) -> None:
