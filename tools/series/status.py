@@ -110,11 +110,11 @@ def _states(git: Git, series: Series) -> dict[str, str]:
 
 def _churn(git: Git) -> str:
     """How many of the lines that patches add to vLLM, later patches change or remove."""
-    added = [
-        sum(int(row.split()[0]) for row in _numstat(git, f"{commit}^", commit))
-        for commit in git.commits("--no-merges", f"{BASE_REF}..HEAD")
-    ]
-    names = [row.split("\t")[2] for row in _numstat(git, "--diff-filter=d", BASE_REF, "HEAD")]
+    options = ("--no-merges", "--no-renames", "--numstat", "--format=%x00")
+    said = git.text("log", *options, f"{BASE_REF}..HEAD", "--", PACKAGE)
+    counts = (re.findall(r"^(\d+)\t", commit, re.MULTILINE) for commit in said.split("\0"))
+    added = [sum(map(int, numbers)) for numbers in counts]
+    names = git.changed("--diff-filter=d", BASE_REF, "HEAD", "--", PACKAGE)
     blame = (git.text("blame", "-s", f"{BASE_REF}..HEAD", "--", name) for name in names)
     # Lines of the base are marked with a caret.
     remain = sum(not line.startswith("^") for text in blame for line in text.splitlines())
@@ -122,13 +122,8 @@ def _churn(git: Git) -> str:
     share = f"{lost / remain:.1%}" if remain else "none"
     return (
         f"{lost} of {count(sum(added), 'line')} that patches add to {PACKAGE}/ do not remain, "
-        f"{share} of those that do; a patch adds at most {max(added, default=0)}"
+        f"{share} of those that do; a patch adds at most {max(added)}"
     )
-
-
-def _numstat(git: Git, *arguments: str) -> list[str]:
-    rows = git.text("diff", "--numstat", "--no-renames", *arguments, "--", PACKAGE).splitlines()
-    return [row for row in rows if not row.startswith("-")]  # binary
 
 
 def _drift(git: Git, project: Project, series: Series) -> Iterator[str]:

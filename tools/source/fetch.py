@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
@@ -62,16 +61,13 @@ def fetch(pinned: PinnedFile, project: Project) -> Path:
         step = "put it there, or name the directory that has it: --wheelhouse DIR"
         raise ToolError(what, " or ".join(map(str, places)), expected, next_step=step)
     target = project.downloads / pinned.filename
-    target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as partial:
         _download(pinned, partial)
-        partial.flush()
-        step = "nothing was kept; try another index: PIP_INDEX_URL=..."
-        check_file(Path(partial.name), pinned, step)
+        check_file(partial, pinned, "nothing was kept; try another index: PIP_INDEX_URL=...")
     return target
 
 
-def _download(pinned: PinnedFile, out: IO[bytes]) -> None:
+def _download(pinned: PinnedFile, path: Path) -> None:
     """Write what the index has under the name of a pinned file, with a bar on standard error."""
     index = Index()
     # The digest decides, so any mirror will do.
@@ -86,6 +82,7 @@ def _download(pinned: PinnedFile, out: IO[bytes]) -> None:
         explained("a download failed", pinned.filename),
         index.finder.session.get_stream(link.normalized, headers=plain) as response,
         Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar,
+        path.open("wb") as out,
     ):
         response.raise_for_status()
         task = bar.add_task(pinned.filename, total=pinned.size)

@@ -168,9 +168,7 @@ class Checker:
     def check(self, place: Place, name: str) -> Finding:
         """One check of one patch, or what an earlier run found."""
         make = getattr(self, f"_check_{name}")
-        if name == TESTS:  # keeps its results itself
-            return make(place)
-        trees = "-".join(self.git.tree_id(commit)[:12] for commit in place)
+        trees = "-".join(self.git.tree_id(commit)[:12] for commit in (BASE_REF, *place))
         return Finding(*self._kept(f"{trees}-{name}", make, place))
 
     def _files(self, place: Place, suffix: str) -> list[str]:
@@ -195,7 +193,8 @@ class Checker:
 
     def _kept(self, name: str, make: Callable[..., Any], *arguments: object) -> Any:
         """The result that an earlier run stored under this name, or a new one."""
-        stored = self.results / f"{name}-{digest_of(Path(__file__))[:8]}.json"  # how it was made
+        how = f"{digest_of(Path(__file__))[:8]}-{recipe()[:8]}"
+        stored = self.results / f"{name}-{how}.json"
         if not stored.is_file():
             write(stored, json.dumps(make(*arguments), indent=1))
         return json.loads(stored.read_text())

@@ -46,7 +46,6 @@ def build_wheel(project: Project, variant: str, out: Path) -> Path:
     number = project.release if series else 0
     with ZipFile(fetch(base.file, project)) as wheel:
         plan = plan_wheel(wheel, base, git, project.pin, series, number)
-        out.mkdir(parents=True, exist_ok=True)
         path = out / plan.filename
         with replacing(path) as file, ZipFile(file, "w", allowZip64=False) as new:
             for member in plan.members:
