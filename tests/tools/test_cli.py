@@ -54,9 +54,6 @@ def test_packages_import_only_packages_below_them() -> None:
         below |= names
 
 
-# --- git ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Git:
     git = Git(tmp_path)

@@ -82,9 +82,6 @@ def test_a_line_can_be_named_before_and_after_the_command(newer: Toy) -> None:
     assert "--on" not in first.refuse("series", "export", "--tree", "none")
 
 
-# --- wheels ---------------------------------------------------------------------------------------
-
-
 def test_a_wheel_over_other_kernels_has_all_python_from_the_source_and_says_so(
     newer: Toy, tmp_path: Path
 ) -> None:
@@ -116,9 +113,6 @@ def test_what_is_for_tests_is_not_released(newer: Toy) -> None:
     newer.pin_file.write_text(newer.pin_file.read_text().partition("[wheel.cuda]")[0])
     commit(newer)
     assert "are for tests only" in refused(newer)
-
-
-# --- moving, sending, beginning -------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -70,9 +70,6 @@ def resolve(toy: Toy, value: str) -> str:
     return text
 
 
-# --- moving -------------------------------------------------------------------------------------
-
-
 def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path: Path) -> None:
     toy.pin_file.write_text(
         "# one\n" + toy.pin_file.read_text().replace("[source]", "# two\n[source]")
@@ -143,9 +140,6 @@ def test_what_the_release_contains_is_left_out(toy: Toy, index: Index) -> None:
     assert f"left out: {FIRST}\n" in rebase(toy, "--onto", NEXT)
     assert toy.listed() == NAMES[1:]
     assert not (toy.patches / FIRST).exists()
-
-
-# --- conflicts ----------------------------------------------------------------------------------
 
 
 def test_a_conflict_names_patch_files_and_the_next_commands(toy: Toy, index: Index) -> None:
@@ -240,9 +234,6 @@ def test_work_meanwhile_is_not_lost(toy: Toy, index: Index) -> None:
     assert toy.snapshot() == before
 
 
-# --- trying -------------------------------------------------------------------------------------
-
-
 def test_a_dry_run_tells_every_conflict_and_changes_nothing(toy: Toy, index: Index) -> None:
     before = everything(toy)
     tree = {n: t for n, t in CLASHING.items() if n != "vllm/data.json"}
@@ -257,9 +248,6 @@ def test_a_dry_run_tells_every_conflict_and_changes_nothing(toy: Toy, index: Ind
     (toy.downloads / f"vllm-{NEXT}.tar.gz").unlink()
     assert "3 patches: 2 apply, 1 conflict" in rebase(toy, "--onto", NEXT, "--dry-run")
     assert everything(toy) == before
-
-
-# --- refusals: where to -------------------------------------------------------------------------
 
 
 def no_digest(toy: Toy, index: Index) -> None:

@@ -67,9 +67,6 @@ def more(toy: Toy, subject: str = "[Core] One more", name: str = "vllm/more.py")
     toy.commit(subject, {name: f"{subject}\n"})
 
 
-# --- from patches to commits ----------------------------------------------------------------------
-
-
 def test_each_patch_is_a_commit_and_the_commit_names_it(toy: Toy) -> None:
     form = "--format=%s|%an <%ae>|%cn <%ce>|%aI|%cI|%(trailers:key=Patch-Filename,valueonly)"
     said = git(toy.tree, "log", "--reverse", form, "refs/re/base..HEAD").split("\n\n")
@@ -170,9 +167,6 @@ def test_a_patch_edited_by_hand_is_written_again(toy: Toy) -> None:
     toy.do("series", "export")
     toy.do("series", "export", "--check")
     assert "SETTING_9 = 98\n" in (toy.tree / "vllm/envs.py").read_text()
-
-
-# --- from commits to patches ----------------------------------------------------------------------
 
 
 def test_patches_hold_nothing_that_changes_by_itself(toy: Toy) -> None:
@@ -319,9 +313,6 @@ def test_the_first_export_makes_the_list(empty: Toy) -> None:
     assert sorted(empty.snapshot()) == ["one-more.patch", "series", "upstream.toml"]
 
 
-# --- the rules ------------------------------------------------------------------------------------
-
-
 def test_a_good_series_passes(toy: Toy) -> None:
     # Blanks that were there before are no breach, nor is a need that stands earlier.
     toy.edit_patch(NAMES[0], " SETTING_8 = 8\n", " SETTING_8 = 8  \n")
@@ -438,9 +429,6 @@ def test_the_fingerprint_changes_with_a_byte_with_the_order_and_with_the_pin(toy
     seen.append(fingerprint())
     other_pin(toy)
     assert len({*seen, fingerprint()}) == 4
-
-
-# --- the status -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

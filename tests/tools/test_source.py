@@ -21,9 +21,6 @@ def index(empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     return found
 
 
-# --- downloads ------------------------------------------------------------------------------------
-
-
 def test_what_is_not_the_whole_pinned_file_is_refused_and_leaves_nothing(
     empty: Toy, index: Index
 ) -> None:
@@ -44,11 +41,8 @@ def test_what_is_not_the_whole_pinned_file_is_refused_and_leaves_nothing(
     done = empty.run("source", "fetch")
     assert empty.archive.read_bytes() == right
     digest = hashlib.sha256(right).hexdigest()
-    assert done.out == f"source: the source archive {name}, sha256 {digest}\n"
-    assert f"{len(right)}/{len(right)} bytes" in done.err
-
-
-# --- wheelhouses and files that are there ---------------------------------------------------------
+    assert done.stdout == f"source: the source archive {name}, sha256 {digest}\n"
+    assert f"{len(right)}/{len(right)} bytes" in done.stderr
 
 
 def test_a_wheelhouse_is_used_instead_of_the_index(empty: Toy, tmp_path: Path) -> None:
@@ -103,9 +97,6 @@ def test_offline_asks_no_index(empty: Toy, index: Index) -> None:
     empty.do("series", "apply", "--pristine")
     shutil.rmtree(empty.downloads)
     refused("wheel", "build", "--variant", "cuda")
-
-
-# --- the archive ----------------------------------------------------------------------------------
 
 
 def test_the_base_is_the_release_without_what_building_the_archive_added(empty: Toy) -> None:

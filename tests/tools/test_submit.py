@@ -83,9 +83,6 @@ def needing(*names: str) -> str:
     return HEADERS.replace("Drop-when", f"Needs: {', '.join(names)}\nDrop-when")
 
 
-# --- what is on a branch ------------------------------------------------------------------------
-
-
 def test_a_branch_is_signed_by_the_sender_and_the_text_has_all_parts(toy: Toy, clone: Path) -> None:
     def state() -> list[str]:
         return [
@@ -160,9 +157,6 @@ def test_a_patch_stands_on_what_it_needs_and_on_what_these_need(toy: Toy, clone:
     assert "**Stacked.**" in said
     assert "- [Core] One\n" in said
     assert "Needs" not in said
-
-
-# --- refusals -----------------------------------------------------------------------------------
 
 
 Do = Callable[[Toy, Path], object]

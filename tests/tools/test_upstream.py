@@ -86,9 +86,6 @@ def test_what_differs_from_run_to_run_is_no_difference(one: str, two: str) -> No
     assert found.verdict == SAME
 
 
-# --- one file -------------------------------------------------------------------------------------
-
-
 def run(tmp_path: Path, source: str, limit_s: float = 60) -> dict[str, Outcome]:
     tree = tmp_path / "tree"
     (tree / "tests").mkdir(parents=True, exist_ok=True)
@@ -179,9 +176,6 @@ def test_a_failure_is_not_hidden_by_a_second_entry(tmp_path: Path) -> None:
     assert read_results(report)["c::t"].status == FAILED
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
 def test_two_wheels_are_compared_and_a_test_that_the_series_breaks_is_named(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,9 +211,6 @@ def test_the_table_says_why_a_test_cannot_pass_here() -> None:
     assert (
         "| `test_a::test` (2 cases) | wants a CUDA device | `RuntimeError: Found no NVIDIA" in table
     )
-
-
-# --- the stand-ins --------------------------------------------------------------------------------
 
 
 def test_a_stand_in_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patched wheel: what is in it, byte by byte, what is refused, and the proof of it."""
 
-import hashlib
 import itertools
 import json
 import struct
@@ -21,6 +20,7 @@ from tests.tools.toy import (
     TAG,
     VERSION,
     Toy,
+    digest_of,
     wheel_files,
     write_files,
 )
@@ -56,9 +56,6 @@ def compressed(path: Path, name: str) -> tuple[int, bytes]:
     return info.compress_type, data[start : start + info.compress_size]
 
 
-# --- what is in it --------------------------------------------------------------------------------
-
-
 def test_the_command_prints_path_size_and_digest(toy: Toy, tmp_path: Path) -> None:
     out = toy.do("wheel", "build", "--variant", "cpu")
     path = toy.wheel()
@@ -67,7 +64,7 @@ def test_the_command_prints_path_size_and_digest(toy: Toy, tmp_path: Path) -> No
         f"base: {base_of(toy).name} (a test)",
         f"wheel: {path} (3 patches)",
         f"size: {len(data)}",
-        f"sha256: {hashlib.sha256(data).hexdigest()}",
+        f"sha256: {digest_of(path)}",
     ]
     name, version, _, tags = parse_wheel_filename(path.name)
     assert (name, str(version), {str(tag) for tag in tags}) == ("vllm", CPU, {TAG})
@@ -188,13 +185,8 @@ def test_the_bill_of_materials_names_every_ingredient_by_digest(toy: Toy) -> Non
     found = {part["name"]: part["hashes"][0]["content"] for part in bom["components"]}
     files = {f"patches/{toy.line}/{name}": toy.patches / name for name in NAMES}
     files |= {toy.archive.name: toy.archive, base_of(toy).name: base_of(toy)}
-    assert found == {
-        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
-    }
+    assert found == {name: digest_of(path) for name, path in files.items()}
     assert bom["metadata"]["component"]["version"] == CPU
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["csrc/kernel.cu", "CMakeLists.txt", "pyproject.toml"])
@@ -227,9 +219,6 @@ def test_what_is_not_the_applied_series_on_the_pinned_wheel_is_refused(
     if said != "[project].version":
         assert said in toy.refuse("wheel", "verify", str(path))
     assert path.read_bytes() == before
-
-
-# --- the proof ------------------------------------------------------------------------------------
 
 
 def write(path: Path, files: Files) -> None:

@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomlkit
 from wheel.wheelfile import WheelFile
@@ -138,14 +138,6 @@ def wheel_files(
     return {name: text.encode() for name, text in files.items()}
 
 
-class Result(NamedTuple):
-    """Exit status and output of a command."""
-
-    status: int
-    out: str
-    err: str
-
-
 class Toy(Project):
     """A project on the toy upstream; its downloads are there already."""
 
@@ -153,24 +145,24 @@ class Toy(Project):
     def archive(self) -> Path:
         return self.downloads / f"vllm-{VERSION}.tar.gz"
 
-    def run(self, *arguments: str) -> Result:
-        """Run a command in this process."""
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command, in this process."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main(["--root", str(self.root), "--on", self.line, *arguments])
-        return Result(status, out.getvalue(), err.getvalue())
+        return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
     def do(self, *arguments: str) -> str:
         """Run a command that must succeed."""
         result = self.run(*arguments)
-        assert result.status == 0, result.err
-        return result.out
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
     def refuse(self, *arguments: str) -> str:
         """Run a command that must be refused; return its error."""
         result = self.run(*arguments)
-        assert result.status == 1, result.out
-        return result.err[result.err.index("error: ") :]
+        assert result.returncode == 1, result.stdout
+        return result.stderr[result.stderr.index("error: ") :]
 
     def commit(self, subject: str, files: dict[str, str], body: str = HEADERS) -> str:
         """Commit in the build tree as a person would; returns the commit."""
