@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import Toy, add_series, make_toy
-from tests.tools.upstream import Index, make_index
+from tests.tools.toy import Index, Toy, add_series, make_index, make_toy
 
 
 @pytest.fixture(scope="session")

@@ -16,15 +16,14 @@ from tests.tools.toy import (
     TAG,
     TREE,
     VERSION,
+    Index,
     Toy,
     git,
     make_archive,
     make_wheel,
-    tree_id,
     wheel_files,
     write_pin,
 )
-from tests.tools.upstream import Index
 from tools.common.pin import DEFAULT_LINE
 
 LINE, NEWER, NEXT = "v9.9.0", "9.9.0", "9.9.1"
@@ -45,9 +44,8 @@ def newer(toy: Toy) -> Toy:
     files = {**NEWER_TREE, **ARCHIVE_ONLY}
     make_archive(toy.downloads / f"vllm-{NEWER}.tar.gz", files, version=NEWER)
     make_wheel(toy.downloads / f"vllm-{NEWER}-{TAG}.whl", wheel_files("vllm", NEWER_TREE, NEWER))
-    tree = tree_id(toy.root, NEWER_TREE)
-    wheels = ("cpu", "cuda")
-    write_pin(line, tree, NEWER, commit="4ba787ec9", submodule="", kernels=VERSION, wheels=wheels)
+    other = {"commit": "4ba787ec9", "submodule": "", "kernels": VERSION}
+    write_pin(line, NEWER_TREE, NEWER, wheels=("cpu", "cuda"), **other)
     line.do("series", "apply")
     line.commit("[Core] Write more", {"vllm/more.py": "MORE = 1\n"})
     line.do("series", "export")

@@ -11,8 +11,7 @@ from unittest import mock
 
 import pytest
 
-from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Toy, facts, git
-from tests.tools.upstream import Index, everything
+from tests.tools.toy import ENVS, NAMES, TAG, TREE, VERSION, Index, Toy, facts, git
 
 NEXT = "9.8.8"
 FIRST, SECOND, THIRD = NAMES
@@ -39,7 +38,7 @@ def pin(toy: Toy) -> dict[str, Any]:
 
 def unmoved(toy: Toy) -> dict[str, object]:
     """What stays as it is while a rebase is under way: all but its own place."""
-    return {name: what for name, what in everything(toy).items() if name != "build"}
+    return {name: what for name, what in toy.everything().items() if name != "build"}
 
 
 def tree(toy: Toy) -> Path:
@@ -235,7 +234,7 @@ def test_work_meanwhile_is_not_lost(toy: Toy, index: Index) -> None:
 
 
 def test_a_dry_run_tells_every_conflict_and_changes_nothing(toy: Toy, index: Index) -> None:
-    before = everything(toy)
+    before = toy.everything()
     tree = {n: t for n, t in CLASHING.items() if n != "vllm/data.json"}
     index.publish(NEXT, {**tree, "vllm/rows/__init__.py": "ROWS = 'theirs'\n"})
     out = rebase(toy, "--onto", NEXT, "--dry-run")
@@ -247,7 +246,7 @@ def test_a_dry_run_tells_every_conflict_and_changes_nothing(toy: Toy, index: Ind
     index.publish(NEXT, CLASHING)
     (toy.downloads / f"vllm-{NEXT}.tar.gz").unlink()
     assert "3 patches: 2 apply, 1 conflict" in rebase(toy, "--onto", NEXT, "--dry-run")
-    assert everything(toy) == before
+    assert toy.everything() == before
 
 
 def no_digest(toy: Toy, index: Index) -> None:
@@ -280,11 +279,11 @@ def test_an_unusable_target_is_refused_and_nothing_changes(
     index.publish(NEXT, MOVED)
     if trouble:
         trouble(toy, index)
-    before = everything(toy)
+    before = toy.everything()
     error = stop(toy, *words.split())
     for part in said.split("|"):
         assert part in error
-    assert everything(toy) == before
+    assert toy.everything() == before
 
 
 def test_a_release_without_a_wheel_leaves_the_pin_without_one_until_a_release_has_one(

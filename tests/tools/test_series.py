@@ -9,8 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.tools.toy import FOLDED, HEADERS, NAMES, TREE, VERSION, Toy, add_series, git
-from tests.tools.upstream import Index, everything
+from tests.tools.toy import FOLDED, HEADERS, NAMES, TREE, VERSION, Index, Toy, add_series, git
 from tools.common.files import write
 from tools.series.series import IDENTITY, STATUSES
 
@@ -152,11 +151,11 @@ def test_what_would_be_lost_or_does_not_fit_is_refused_and_nothing_changes(
     toy: Toy, do: Callable[[Toy], object], said: list[str]
 ) -> None:
     do(toy)
-    before = everything(toy)
+    before = toy.everything()
     error = toy.refuse("series", "apply")
     for part in said:
         assert part in error
-    assert everything(toy) == before
+    assert toy.everything() == before
     assert git(toy.tree, "worktree", "list").count("\n") == 0
 
 
@@ -446,7 +445,7 @@ def status(toy: Toy, *arguments: str) -> dict[str, str]:
 
 
 def test_an_applied_series_is_all_there_and_clean(toy: Toy, index: Index) -> None:
-    before = everything(toy)
+    before = toy.everything()
     said = status(toy)
     assert said["pin"].startswith(f"vLLM {VERSION}, v{VERSION}, commit cccccc")
     assert said["newest"] == f"{VERSION}, the pinned one"
@@ -461,7 +460,7 @@ def test_an_applied_series_is_all_there_and_clean(toy: Toy, index: Index) -> Non
         index.publish(version, TREE, wheels=False)
     assert status(toy)["newest"] == "9.8.10, 2 releases after the pinned one"
     assert status(toy, "--offline")["newest"] == "unknown: not asked"
-    assert everything(toy) == before
+    assert toy.everything() == before
 
 
 def test_lines_that_a_later_patch_changes_are_counted(toy: Toy) -> None:

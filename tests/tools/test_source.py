@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import ARCHIVE_ONLY, TREE, Toy, git, make_archive, tree_id, write_pin
-from tests.tools.upstream import Index, make_index
+from tests.tools.toy import TREE, Index, Toy, git, make_index
 
 
 @pytest.fixture
@@ -124,8 +123,7 @@ def test_an_archive_with_another_member_is_refused(
         member.type, member.linkname = tarfile.SYMTYPE, link
     else:
         member.size = 3
-    make_archive(empty.archive, {**TREE, **ARCHIVE_ONLY}, member)
-    write_pin(empty, tree_id(empty.root))
+    empty.repin(member)
     assert said in empty.refuse("series", "apply", "--pristine")
     assert list(empty.build.iterdir()) == []
     assert not list(empty.root.rglob("escaped"))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.tools.toy import ENVS, FOLDED, HEADERS, NAMES, TREE, Toy, git, write_files
-from tests.tools.upstream import everything
 from tools.series.series import PROJECT_EMAIL, PROJECT_NAME
 
 FIRST, SECOND, THIRD = NAMES
@@ -216,8 +215,8 @@ def test_what_cannot_be_sent_is_refused_and_nothing_is_made(
     if do:
         do(toy, clone)
         toy.do("series", "apply")
-    before = (everything(toy), branches(clone))
+    before = (toy.everything(), branches(clone))
     error = toy.refuse(*SUBMIT, str(clone), *words.split())
     for part in said.split("|"):
         assert part in error
-    assert (everything(toy), branches(clone)) == before
+    assert (toy.everything(), branches(clone)) == before

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import Toy
-from tests.tools.upstream import Index
+from tests.tools.toy import Index, Toy
 
 PURE = "py3-none-any"
 WHEELS = {

