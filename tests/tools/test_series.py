@@ -133,32 +133,6 @@ def other_pin(toy: Toy) -> None:
     toy.pin_file.write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("do", "said"),
-    [
-        (Toy.dirty, ["not committed", "vllm/envs.py"]),
-        (lambda toy: (toy.tree / "vllm/new.py").write_text(""), ["not committed", "vllm/new.py"]),
-        (Toy.mine, ["1 commits that would be lost", MINE, "--discard"]),
-        (detached, [MINE]),
-        (elsewhere, [MINE]),
-        (lambda toy: (toy.tree / ".git/rebase-merge").mkdir(), ["under way"]),
-        (fuzz, ["does not apply", f"--before {NAMES[1]}", "$ git", "patch does not apply"]),
-        (other_pin, ["belongs to another pin", f"expected: source sha256 {'0' * 64}"]),
-        (lambda toy: git(toy.tree, "update-ref", "-d", "refs/re/base"), ["not made by series ap"]),
-    ],
-)
-def test_what_would_be_lost_or_does_not_fit_is_refused_and_nothing_changes(
-    toy: Toy, do: Callable[[Toy], object], said: list[str]
-) -> None:
-    do(toy)
-    before = toy.everything()
-    error = toy.refuse("series", "apply")
-    for part in said:
-        assert part in error
-    assert toy.everything() == before
-    assert git(toy.tree, "worktree", "list").count("\n") == 0
-
-
 def test_a_patch_edited_by_hand_is_written_again(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], "+SETTING_9 = 99", "+SETTING_9 = 98")
     toy.do("series", "apply")
@@ -243,32 +217,58 @@ def add(subject: str, body: str, name: str = "vllm/more.py") -> Callable[[Toy], 
     return lambda toy: toy.commit(subject, {name: "MORE = 1\n"} if name else {}, body)
 
 
+APPLY = [
+    (Toy.dirty, ["not committed", "vllm/envs.py"]),
+    (lambda toy: (toy.tree / "vllm/new.py").write_text(""), ["not committed", "vllm/new.py"]),
+    (Toy.mine, ["1 commits that would be lost", MINE, "--discard"]),
+    (detached, [MINE]),
+    (elsewhere, [MINE]),
+    (lambda toy: (toy.tree / ".git/rebase-merge").mkdir(), ["under way"]),
+    (fuzz, ["does not apply", f"--before {NAMES[1]}", "$ git", "patch does not apply"]),
+    (other_pin, ["belongs to another pin", f"expected: source sha256 {'0' * 64}"]),
+    (lambda toy: git(toy.tree, "update-ref", "-d", "refs/re/base"), ["not made by series ap"]),
+]
+EXPORT = [
+    (lambda toy: toy.do("series", "apply", "--pristine"), ["nothing to export", "stays as it"]),
+    (Toy.dirty, ["not committed"]),
+    (merge, ["a merge commit has no patch"]),
+    (add("fixup! [Core] X", HEADERS), ["fixup! [Core] X", "rebase -i --autosquash refs/re/"]),
+    (add("squash! [Core] X", HEADERS), ["squash! [Core] X"]),
+    (add("[Core] No headers", "Only words.\n"), ["no-headers.patch", *MISSING]),
+    (add("[Core] Nothing", HEADERS, ""), ["the patch changes nothing"]),
+    (binary, ["a binary file is changed"]),
+    (namesakes, ["one-more.patch", "[Core] One more / [Misc] One More!"]),
+    (lambda toy: git(toy.tree, "reset", "-q", "--hard", "HEAD~1"), [f"--drop {NAMES[2]}"]),
+    (add("[Core] Cut", HEADERS + "\ndiff --git this is not\n"), []),
+    (add("[Core] Cut", HEADERS + "\n---\n\nnotes\n"), ["would not give back its commit"]),
+]
+LIST = [
+    (lambda toy: (toy.patches / NAMES[1]).unlink(), ["a listed patch does not exist"]),
+    (lambda toy: (toy.patches / "stray.patch").write_text(""), ["a patch is not in the series"]),
+    (lambda toy: toy.series_file.unlink(), ["there is no series file"]),
+    (lambda toy: toy.series_file.write_text("a.patch\n" * 2), ["a patch is listed twice"]),
+    (lambda toy: toy.series_file.write_text("../o.patch\n"), ["that of a patch beside it"]),
+    (lambda toy: toy.series_file.write_text("# a comment\n"), ["that of a patch beside it"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("do", "said"),
+    ("command", "do", "said"),
     [
-        (lambda toy: toy.do("series", "apply", "--pristine"), ["nothing to export", "stays as it"]),
-        (Toy.dirty, ["not committed"]),
-        (merge, ["a merge commit has no patch"]),
-        (add("fixup! [Core] X", HEADERS), ["fixup! [Core] X", "rebase -i --autosquash refs/re/"]),
-        (add("squash! [Core] X", HEADERS), ["squash! [Core] X"]),
-        (add("[Core] No headers", "Only words.\n"), ["no-headers.patch", *MISSING]),
-        (add("[Core] Nothing", HEADERS, ""), ["the patch changes nothing"]),
-        (binary, ["a binary file is changed"]),
-        (namesakes, ["one-more.patch", "[Core] One more / [Misc] One More!"]),
-        (lambda toy: git(toy.tree, "reset", "-q", "--hard", "HEAD~1"), [f"--drop {NAMES[2]}"]),
-        (add("[Core] Cut", HEADERS + "\ndiff --git this is not\n"), []),
-        (add("[Core] Cut", HEADERS + "\n---\n\nnotes\n"), ["would not give back its commit"]),
+        *(("apply", *case) for case in APPLY),
+        *(("export", *case) for case in EXPORT),
+        *(("check", *case) for case in LIST),
     ],
 )
-def test_what_cannot_be_a_series_is_refused_and_nothing_is_written(
-    toy: Toy, do: Callable[[Toy], object], said: list[str]
+def test_what_would_be_lost_or_cannot_be_a_series_is_refused_and_nothing_changes(
+    toy: Toy, command: str, do: Callable[[Toy], object], said: list[str]
 ) -> None:
-    before = toy.snapshot()
     do(toy)
-    error = toy.refuse("series", "export")
+    before = toy.everything()
+    error = toy.refuse("series", command)
     for part in said:
         assert part in error
-    assert toy.snapshot() == before
+    assert toy.everything() == before
 
 
 def test_a_patch_is_dropped_by_name(toy: Toy) -> None:
@@ -398,22 +398,6 @@ def test_a_damaged_or_dangerous_diff_is_refused(
         assert what in error
         assert NAMES[1] in error
     assert not list(toy.root.parent.rglob("escaped.py"))
-
-
-@pytest.mark.parametrize(
-    ("do", "said"),
-    [
-        (lambda place: (place / NAMES[1]).unlink(), "a listed patch does not exist"),
-        (lambda place: (place / "stray.patch").write_text(""), "a patch is not in the series"),
-        (lambda place: (place / "series").unlink(), "there is no series file"),
-        (lambda place: (place / "series").write_text("a.patch\n" * 2), "a patch is listed twice"),
-        (lambda place: (place / "series").write_text("../o.patch\n"), "that of a patch beside it"),
-        (lambda place: (place / "series").write_text("# a comment\n"), "that of a patch beside"),
-    ],
-)
-def test_a_list_that_is_wrong_is_refused(toy: Toy, do: Callable[[Path], object], said: str) -> None:
-    do(toy.patches)
-    assert said in toy.refuse("series", "check")
 
 
 def test_the_fingerprint_changes_with_a_byte_with_the_order_and_with_the_pin(toy: Toy) -> None:
