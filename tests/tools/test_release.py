@@ -83,12 +83,6 @@ def made(_full: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy
 
 
-@pytest.fixture
-def repo(toy: Toy) -> Toy:
-    """Release 3 is prepared."""
-    return make_repository(toy)
-
-
 def bases(toy: Toy) -> dict[str, Path]:
     """The base of every wheel of the release."""
     return {
@@ -180,7 +174,7 @@ def break_rule(repo: Toy) -> None:
     ],
 )
 def test_what_is_not_prepared_is_not_released(
-    repo: Toy, do: Callable[[Toy], object], said: str
+    toy: Toy, do: Callable[[Toy], object], said: str
 ) -> None:
-    do(repo)
-    assert said in refused(repo)
+    do(make_repository(toy))
+    assert said in refused(toy)
