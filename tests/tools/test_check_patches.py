@@ -12,16 +12,7 @@ from tools.common.git import Git
 from tools.series.series import read_series, with_needs
 from tools.series.tree import BASE_REF
 from tools.upstream import check_patches, hubcache
-from tools.upstream.check_patches import (
-    CHECKS,
-    IMPORTS,
-    LINTERS,
-    TESTS,
-    TYPES,
-    Checker,
-    Finding,
-    places,
-)
+from tools.upstream.check_patches import IMPORTS, LINTERS, TESTS, TYPES, Checker, Finding, places
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
 # As vLLM's own hook: it adds a missing header, and fails.
@@ -191,9 +182,9 @@ def test_what_was_checked_is_not_checked_again(
     series: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     series.commit("[Core] Count", GOOD)
-    first = checked(series, *CHECKS)
+    first = checked(series, *check_patches.CHECKS)
     monkeypatch.setattr(Checker, "_go_to", lambda *_: pytest.fail("went there again"))
-    assert checked(series, *CHECKS) == first
+    assert checked(series, *check_patches.CHECKS) == first
 
 
 def test_the_command_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:

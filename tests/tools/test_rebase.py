@@ -24,12 +24,8 @@ MOVED = {
 }
 CLASHING = {**TREE, "vllm/envs.py": ENVS.replace(NINE, "SETTING_9 = 'nine'\n")}
 # The first patch is in it, and a line beside it is another.
-CONTAINING = {
-    **TREE,
-    "vllm/envs.py": ENVS.replace(NINE, "SETTING_9 = 99\n").replace(
-        "SETTING_11 = 11", "ELEVEN = 11"
-    ),
-}
+CONTAINED = ENVS.replace(NINE, "SETTING_9 = 99\n").replace("SETTING_11 = 11", "ELEVEN = 11")
+CONTAINING = {**TREE, "vllm/envs.py": CONTAINED}
 
 
 def pin(toy: Toy) -> dict[str, Any]:
@@ -70,9 +66,8 @@ def resolve(toy: Toy, value: str) -> str:
 
 
 def test_the_patches_stand_on_the_next_release(toy: Toy, index: Index, tmp_path: Path) -> None:
-    toy.pin_file.write_text(
-        "# one\n" + toy.pin_file.read_text().replace("[source]", "# two\n[source]")
-    )
+    text = toy.pin_file.read_text().replace("[source]", "# two\n[source]")
+    toy.pin_file.write_text(f"# one\n{text}")
     git(toy.tree, "branch", "mine")
     index.withdrawn.add(f"vllm-{NEXT}.tar.gz")
     index.publish(NEXT, MOVED, commit="e" * 40)

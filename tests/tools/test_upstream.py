@@ -10,28 +10,10 @@ from unittest import mock
 import pytest
 
 from tests.tools.toy import Toy
-from tools.upstream import hubcache
-from tools.upstream.test import (
-    ADDED,
-    BROKEN,
-    CHANGED,
-    OTHER,
-    REMOVED,
-    SAME,
-    UNEXPLAINED,
-    compare,
-    render,
-)
-from tools.upstream.testrun import (
-    ERROR,
-    FAILED,
-    PASSED,
-    SKIPPED,
-    WHOLE_FILE,
-    Outcome,
-    read_results,
-    run_file,
-)
+from tools.upstream import hubcache, testrun
+from tools.upstream import test as upstream_test
+from tools.upstream.test import ADDED, BROKEN, CHANGED, OTHER, REMOVED, SAME, UNEXPLAINED, compare
+from tools.upstream.testrun import ERROR, FAILED, PASSED, SKIPPED, WHOLE_FILE, Outcome
 
 OK = Outcome(PASSED)
 BAD = Outcome(FAILED, "assert 1 == 2")
@@ -93,7 +75,7 @@ def run(tmp_path: Path, source: str, limit_s: float = 60) -> dict[str, Outcome]:
     (tree / "tests" / "test_toy.py").write_text(textwrap.dedent(source))
     environment = {"PATH": os.defpath}
     results = tmp_path / "results" / "test_toy.xml"
-    return run_file("tests/test_toy.py", tree, environment, results, limit_s)
+    return testrun.run_file("tests/test_toy.py", tree, environment, results, limit_s)
 
 
 def test_every_test_of_a_file_has_its_outcome(tmp_path: Path) -> None:
@@ -173,7 +155,7 @@ def test_a_failure_is_not_hidden_by_a_second_entry(tmp_path: Path) -> None:
     report.write_text(
         f'<testsuite>{case}<failure message="no"/></testcase>{case}</testcase></testsuite>'
     )
-    assert read_results(report)["c::t"].status == FAILED
+    assert testrun.read_results(report)["c::t"].status == FAILED
 
 
 def test_two_wheels_are_compared_and_a_test_that_the_series_breaks_is_named(
@@ -206,7 +188,7 @@ def test_the_table_says_why_a_test_cannot_pass_here() -> None:
     results = {
         "tests/test_a.py": {"tests.test_a::test[1]": NO_GPU, "tests.test_a::test[2]": NO_GPU}
     }
-    table = render(compare(results, results, set()), "About.")
+    table = upstream_test.render(compare(results, results, set()), "About.")
     assert "| `test_a.py` | 0 / 2 / 0 / 0 | 0 / 2 / 0 / 0 | 2 | none |" in table
     assert (
         "| `test_a::test` (2 cases) | wants a CUDA device | `RuntimeError: Found no NVIDIA" in table
