@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import Index, Toy, add_series, make_index, make_toy
+from tests.tools.toy import Index, Toy, add_series, make_toy
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,9 @@ def toy(_full: Toy, tmp_path: Path) -> Toy:
 @pytest.fixture
 def index(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     """A package index that has the pinned release."""
-    index = make_index(tmp_path / "index", toy)
+    index = Index(tmp_path / "index")
+    for path in toy.downloads.iterdir():
+        shutil.copy(path, index.path(path.name))
+    index.write_pages()
     monkeypatch.setenv("PIP_INDEX_URL", index.url)
     return index

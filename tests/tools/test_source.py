@@ -8,37 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.toy import TREE, Index, Toy, git, make_index
-
-
-@pytest.fixture
-def index(empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    """An index with the source archive, which is no longer in the downloads."""
-    found = make_index(tmp_path / "index", empty)
-    empty.archive.unlink()
-    monkeypatch.setenv("PIP_INDEX_URL", found.url)
-    return found
+from tests.tools.toy import TREE, Index, Toy, git
 
 
 def test_what_is_not_the_whole_pinned_file_is_refused_and_leaves_nothing(
-    empty: Toy, index: Index
+    toy: Toy, index: Index
 ) -> None:
-    before, name = set(empty.downloads.iterdir()), empty.archive.name
+    toy.archive.unlink()
+    before, name = set(toy.downloads.iterdir()), toy.archive.name
     path = index.path(name)
     right = path.read_bytes()
     path.unlink()
-    assert "a download failed" in empty.refuse("source", "fetch")
+    assert "a download failed" in toy.refuse("source", "fetch")
     for wrong in (b"not the release", right[:100]):
         path.write_bytes(wrong)
-        assert "not the pinned one" in empty.refuse("source", "fetch")
+        assert "not the pinned one" in toy.refuse("source", "fetch")
     path.rename(path.with_name("vllm-1.tar.gz"))
     index.write_pages()
-    assert "does not have the pinned file" in empty.refuse("source", "fetch")
-    assert set(empty.downloads.iterdir()) == before
+    assert "does not have the pinned file" in toy.refuse("source", "fetch")
+    assert set(toy.downloads.iterdir()) == before
     path.write_bytes(right)
     index.write_pages()
-    done = empty.run("source", "fetch")
-    assert empty.archive.read_bytes() == right
+    done = toy.run("source", "fetch")
+    assert toy.archive.read_bytes() == right
     digest = hashlib.sha256(right).hexdigest()
     assert done.stdout == f"source: the source archive {name}, sha256 {digest}\n"
     assert f"{len(right)}/{len(right)} bytes" in done.stderr
@@ -84,17 +76,19 @@ def test_a_file_with_one_changed_byte_or_another_size_is_refused_and_left_alone(
     assert path.read_bytes() == data + b"x"
 
 
-def test_offline_asks_no_index(empty: Toy, index: Index) -> None:
+def test_offline_asks_no_index(toy: Toy, index: Index) -> None:
     def refused(*words: str) -> None:
-        error = empty.refuse(*words, "--offline")
+        error = toy.refuse(*words, "--offline")
         assert "--offline forbids the network" in error
         assert "--wheelhouse" in error
 
+    toy.archive.unlink()
+    shutil.rmtree(toy.tree)
     refused("source", "fetch")
     refused("series", "apply", "--pristine")
-    shutil.copy(index.path(empty.archive.name), empty.archive)
-    empty.do("series", "apply", "--pristine")
-    shutil.rmtree(empty.downloads)
+    shutil.copy(index.path(toy.archive.name), toy.archive)
+    toy.do("series", "apply", "--pristine")
+    shutil.rmtree(toy.downloads)
     refused("wheel", "build", "--variant", "cuda")
 
 

@@ -364,15 +364,6 @@ class Index:
             (page / "index.html").write_text("<html><body>" + "".join(links) + "</body></html>")
 
 
-def make_index(root: Path, toy: Toy) -> Index:
-    """An index that has the release that the toy is pinned to."""
-    index = Index(root)
-    for path in toy.downloads.iterdir():
-        index.path(path.name).write_bytes(path.read_bytes())
-    index.write_pages()
-    return index
-
-
 FOLDED = "[Frontend] Return rows with every answer, also where a subject takes two header lines"
 NAMES = [
     "count-rows.patch",
