@@ -54,25 +54,20 @@ def test_packages_import_only_packages_below_them() -> None:
         below |= names
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Git:
-    git = Git(tmp_path)
-    git.run("init", "--quiet")
-    return git
-
-
-def test_a_failed_command_shows_itself_and_its_output_indented(repository: Git) -> None:
+def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -> None:
     with pytest.raises(ToolError) as failure:
-        repository.run("cat-file", "-p", "no such thing")
+        Git(tmp_path).run("cat-file", "-p", "no such thing")
     lines = str(failure.value).splitlines()
     assert lines[0] == "a command failed with exit status 128"
-    assert lines[1] == f"    $ git -C {repository.path} cat-file -p 'no such thing'"
+    assert lines[1] == f"    $ git -C {tmp_path} cat-file -p 'no such thing'"
     assert lines[2].startswith("    fatal: ")
 
 
-def test_contents_come_back_as_they_went_in(repository: Git) -> None:
+def test_contents_come_back_as_they_went_in(tmp_path: Path) -> None:
+    git = Git(tmp_path)
+    git.run("init", "--quiet")
     wanted = [b"", b"\n", b"one\r\ntwo", bytes(range(256))]
     for number, data in enumerate(wanted):
-        (repository.path / f"{number}").write_bytes(data)
-    repository.run("add", "--all")
-    assert list(repository.contents(repository.text("write-tree")).values()) == wanted
+        (tmp_path / f"{number}").write_bytes(data)
+    git.run("add", "--all")
+    assert list(git.contents(git.text("write-tree")).values()) == wanted

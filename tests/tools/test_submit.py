@@ -25,7 +25,6 @@ TEMPLATE = """\
 UPSTREAM = {
     **TREE,
     ".github/PULL_REQUEST_TEMPLATE.md": TEMPLATE,
-    "AGENTS.md": "# Rules\n",
     "vllm/envs.py": "BEFORE = 1\n" + ENVS,
 }
 

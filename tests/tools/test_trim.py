@@ -31,12 +31,10 @@ def digest(name: str, tags: str) -> str:
 
 
 @pytest.fixture
-def project(empty: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+def project(toy: Toy, index: Index) -> Toy:
     """A project whose package index has the wheels above."""
-    index = Index(tmp_path / "index")
     index.add(*(f"{name}-{tags}.whl" for name in WHEELS for tags in WHEELS[name]))
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    return empty
+    return toy
 
 
 def lock(path: Path, *names: str) -> Path:
