@@ -28,6 +28,12 @@ MYPY_HOOK = """
 def group_files(names):
     return {"": [name for name in names if name.startswith("vllm/")], "tests": []}
 """
+HOOKS = {
+    "tools/pre_commit/check_spdx_header.py": SPDX_HOOK,
+    "tools/pre_commit/mypy.py": MYPY_HOOK,
+    "ruff.toml": "line-length = 88\n",
+    "vllm/wrong.py": f'{HEADER}NUMBER: int = "wrong before"\n',
+}
 ROWS = f'{HEADER}\n\ndef count(rows: list[int]) -> int:\n    """Rows."""\n    return len(rows)\n'
 CALLER = f"{HEADER}from vllm.rows import count\n\nNUMBER: int = count([1])\n"
 TEST = f"{HEADER}from vllm.rows import count\n\n\ndef test_count():\n    assert count([1]) == 1\n"
@@ -41,15 +47,7 @@ def series(empty: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
     monkeypatch.setattr(check_patches, "MODULES", ("vllm",))
     monkeypatch.setattr(check_patches, "HOOKS", ("check_spdx_header",))
     empty.do("series", "apply")
-    empty.commit(
-        "[Misc] Have hooks",
-        {
-            "tools/pre_commit/check_spdx_header.py": SPDX_HOOK,
-            "tools/pre_commit/mypy.py": MYPY_HOOK,
-            "ruff.toml": "line-length = 88\n",
-            "vllm/wrong.py": f'{HEADER}NUMBER: int = "wrong before"\n',
-        },
-    )
+    empty.commit("[Misc] Have hooks", HOOKS)
     return empty
 
 

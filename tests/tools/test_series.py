@@ -51,15 +51,11 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(key, value)
 
 
-def autosquash(toy: Toy, subject: str) -> None:
-    git(toy.tree, "commit", "--quiet", "--all", f"--fixup=:/{subject}")
-    git(toy.tree, "rebase", "--quiet", "-i", "--autosquash", "refs/re/base")
-
-
 def all_rows(toy: Toy) -> None:
     """Edit the second patch alone, as CONTRIBUTING says."""
     toy.edit("vllm/rows/__init__.py", "Rows", "All rows")
-    autosquash(toy, r"\[Frontend\]")
+    git(toy.tree, "commit", "--quiet", "--all", r"--fixup=:/\[Frontend\]")
+    git(toy.tree, "rebase", "--quiet", "-i", "--autosquash", "refs/re/base")
 
 
 def more(toy: Toy, subject: str = "[Core] One more", name: str = "vllm/more.py") -> None:
@@ -414,15 +410,11 @@ def test_the_fingerprint_changes_with_a_byte_with_the_order_and_with_the_pin(toy
     assert len({*seen, fingerprint()}) == 4
 
 
-@pytest.fixture(autouse=True)
-def _index(index: Index) -> None:
-    """No status asks another index."""
-
-
-def status(toy: Toy, *arguments: str) -> dict[str, str]:
+def status(toy: Toy, offline: bool = True) -> dict[str, str]:
     """The lines of a status by their topic; a patch has its name as the topic."""
     said: dict[str, str] = {}
-    for line in toy.do("series", "status", *arguments).splitlines():
+    options = ["--offline"] if offline else []
+    for line in toy.do("series", "status", *options).splitlines():
         what, _, rest = line.strip().partition(" ")
         said[what] = f"{said[what]}; {rest.strip()}" if what in said else rest.strip()
     return said
@@ -430,7 +422,7 @@ def status(toy: Toy, *arguments: str) -> dict[str, str]:
 
 def test_an_applied_series_is_all_there_and_clean(toy: Toy, index: Index) -> None:
     before = toy.everything()
-    said = status(toy)
+    said = status(toy, offline=False)
     assert said["pin"].startswith(f"vLLM {VERSION}, v{VERSION}, commit cccccc")
     assert said["newest"] == f"{VERSION}, the pinned one"
     assert said["series"].startswith("3 patches, fingerprint ")
@@ -442,8 +434,8 @@ def test_an_applied_series_is_all_there_and_clean(toy: Toy, index: Index) -> Non
     index.withdrawn.add("vllm-9.9.9.tar.gz")
     for version in ("9.8.8", "9.8.10", "9.9.0rc1", "9.9.9", "1.0.0"):
         index.publish(version, TREE, wheels=False)
-    assert status(toy)["newest"] == "9.8.10, 2 releases after the pinned one"
-    assert status(toy, "--offline")["newest"] == "unknown: not asked"
+    assert status(toy, offline=False)["newest"] == "9.8.10, 2 releases after the pinned one"
+    assert status(toy)["newest"] == "unknown: not asked"
     assert toy.everything() == before
 
 
@@ -500,6 +492,6 @@ def test_without_an_answer_the_newest_release_is_unknown(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")
-    said = status(toy)
+    said = status(toy, offline=False)
     assert said["newest"].startswith("unknown: the package index")
     assert said["drift"] == "none"

@@ -340,13 +340,12 @@ def site(toy: Toy) -> Path:
     site = toy.root / "site"
     build(toy)
     toy.unpack(site)
-    for name in ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"):
-        (site / DIST_INFO / name).write_text("")
+    own = ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
+    names = [f"{DIST_INFO}/{name}" for name in own]
+    names += ["vllm/__pycache__/envs.cpython-311.pyc", "vllm/rows/__pycache__/x.pyc"]
+    write_files(site, dict.fromkeys(names, ""))
     with (site / RECORD).open("a") as record:
         record.write(f"../../../bin/vllm,,\n{DIST_INFO}/INSTALLER,,\n")
-    for name in ("vllm/__pycache__/envs.cpython-311.pyc", "vllm/rows/__pycache__/x.pyc"):
-        (site / name).parent.mkdir()
-        (site / name).write_bytes(b"")
     return site
 
 
