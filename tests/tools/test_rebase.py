@@ -249,13 +249,6 @@ def no_digest(toy: Toy, index: Index) -> None:
     index.write_pages()
 
 
-def other_commit(toy: Toy, index: Index) -> None:
-    index.publish(NEXT, MOVED, commit="e" * 40)
-
-
-D = "d" * 40
-
-
 @pytest.mark.parametrize(
     ("words", "trouble", "said"),
     [
@@ -263,7 +256,7 @@ D = "d" * 40
         ("--onto main", None, "not a version of vLLM"),
         (f"--onto {NEXT} --commit abc", None, "40 hexadecimal digits"),
         (f"--onto {NEXT}", no_digest, "states no sha256"),
-        (f"--onto {NEXT} --commit {D}", other_commit, "another commit|found:    eeeeeeeee..."),
+        (f"--onto {NEXT} --commit {'d' * 40}", None, "another commit|found:    eeeeeeeee..."),
         (f"--onto {NEXT}", lambda toy, _: toy.dirty(), "not committed"),
         (f"--onto {NEXT}", lambda toy, _: toy.mine(), "[Core] My evening's work"),
     ],
@@ -271,7 +264,7 @@ D = "d" * 40
 def test_an_unusable_target_is_refused_and_nothing_changes(
     toy: Toy, index: Index, words: str, trouble: Callable[[Toy, Index], None] | None, said: str
 ) -> None:
-    index.publish(NEXT, MOVED)
+    index.publish(NEXT, MOVED, commit="e" * 40)
     if trouble:
         trouble(toy, index)
     before = toy.everything()

@@ -110,21 +110,11 @@ def test_the_pristine_tree_makes_release_zero(toy: Toy) -> None:
 def test_its_files_are_the_base_wheels_and_the_trees_in_a_fixed_order(toy: Toy) -> None:
     files = contents(build(toy))
     assert list(files) == [
-        "vllm/_C.abi3.so",
-        "vllm/__init__.py",
-        "vllm/data.json",
-        "vllm/envs.py",
-        "vllm/ignored.py",
-        "vllm/platforms/__init__.py",
-        "vllm/_version.py",
-        "vllm/third_party.py",
-        "vllm/rows/__init__.py",
-        f"{DIST_INFO}/licenses/LICENSE",
-        f"{DIST_INFO}/METADATA",
-        f"{DIST_INFO}/WHEEL",
-        f"{DIST_INFO}/entry_points.txt",
-        SBOM,
-        RECORD,
+        *("vllm/_C.abi3.so", "vllm/__init__.py", "vllm/data.json", "vllm/envs.py"),
+        *("vllm/ignored.py", "vllm/platforms/__init__.py", "vllm/_version.py"),
+        *("vllm/third_party.py", "vllm/rows/__init__.py", f"{DIST_INFO}/licenses/LICENSE"),
+        *(f"{DIST_INFO}/{name}" for name in ("METADATA", "WHEEL", "entry_points.txt")),
+        *(SBOM, RECORD),
     ]
     # Edits that the base wheel has beyond the release are left out.
     assert files["vllm/platforms/__init__.py"] == b"PLATFORM = 'chosen by version'\n"
