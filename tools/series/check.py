@@ -7,32 +7,8 @@ from collections.abc import Iterator
 
 from tools.common.cli import Problems, ToolError
 from tools.common.pin import Project
-from tools.series.series import (
-    IDENTITY,
-    OWN_HEADER,
-    STATUS,
-    STATUSES,
-    Patch,
-    Series,
-    read_series,
-    slug,
-)
+from tools.series.series import HEADERS, IDENTITY, OWN_HEADER, Patch, Series, read_series, slug
 
-# For each header: the pattern of a correct line, and the text to show.
-_HEADERS = {
-    "Upstream-Status": (
-        STATUS.pattern,
-        "Upstream-Status: " + "\n            or: ".join(STATUSES.values()),
-    ),
-    "Drop-when": (
-        r"Drop-when: \S.*",
-        "Drop-when: the condition under which nobody needs the patch",
-    ),
-    "Needs": (
-        r"Needs: [^,\s]+\.patch(?:, [^,\s]+\.patch)*",
-        "Needs: one.patch, another.patch (or no such line)",
-    ),
-}
 _HEADER = re.compile(
     OWN_HEADER.pattern + r".*|(?:Tests?|Link|Fixes|Bug|Origin|Forwarded|[A-Za-z-]+-by): .*",
     re.IGNORECASE,
@@ -89,7 +65,7 @@ def _check_message(patch: Patch) -> Iterator[ToolError]:
     if not slug(patch.subject):
         what, expected = "the patch has no subject", "Subject: [PATCH] [Area] What it adds"
         yield ToolError(what, name, expected, patch.subject or "nothing", _REWORD)
-    for header, (right, expected) in _HEADERS.items():
+    for header, (right, expected) in HEADERS.items():
         found = [line for line in lines if re.match(rf"\s*{header}\s*[:=]", line, re.IGNORECASE)]
         good = [line for line in found if re.fullmatch(right, line.rstrip())]
         if found != good or (len(found) != 1 and header != "Needs"):

@@ -29,6 +29,21 @@ STATUSES = {
     "Inappropriate": "Inappropriate [why upstream would not want it]",
 }
 STATUS = re.compile(rf"Upstream-Status: (?:Pending|(?:{'|'.join(STATUSES)}) \[\S[^\]]*\])")
+# For each header: the pattern of a correct line, and the text to show.
+HEADERS = {
+    "Upstream-Status": (
+        STATUS.pattern,
+        "Upstream-Status: " + "\n            or: ".join(STATUSES.values()),
+    ),
+    "Drop-when": (
+        r"Drop-when: \S.*",
+        "Drop-when: the condition under which nobody needs the patch",
+    ),
+    "Needs": (
+        r"Needs: [^,\s]+\.patch(?:, [^,\s]+\.patch)*",
+        "Needs: one.patch, another.patch (or no such line)",
+    ),
+}
 # Headers that only the series reads; upstream gets the message without them.
 OWN_HEADER = re.compile(r"(?:Upstream-Status|Drop-when|Needs):")
 # The last line of a commit's message in the build tree. The file itself does not have it.

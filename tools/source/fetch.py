@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from unearth import Package, PackageFinder, TargetPython
+from unearth import Link, Package, PackageFinder, TargetPython
 
 from tools.common.cli import ToolError, add_downloads
 from tools.common.files import digest_of, replacing
@@ -76,15 +77,12 @@ def _download(pinned: PinnedFile, path: Path) -> None:
     if link is None:
         what = f"the package index does not have the pinned file {pinned.filename}"
         raise ToolError(what, f"distribution {pinned.distribution}", next_step=CHECK_NETWORK)
-    plain = {"Accept-Encoding": "identity"}  # the file's own bytes
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with (
-        explained("a download failed", pinned.filename),
-        index.finder.session.get_stream(link.normalized, headers=plain) as response,
+        index.stream(link, "a download failed") as response,
         Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar,
         path.open("wb") as out,
     ):
-        response.raise_for_status()
         task = bar.add_task(pinned.filename, total=pinned.size)
         for chunk in response.iter_bytes():
             out.write(chunk)
@@ -125,19 +123,24 @@ class Index:
             raise ToolError(what, where=where, next_step=CHECK_NETWORK)
         return packages
 
+    @contextmanager
+    def stream(self, link: Link, failure: str) -> Iterator[Any]:
+        """The index's answer to a request for a file's own bytes; a failure is an error."""
+        plain = {"Accept-Encoding": "identity"}
+        get = self.finder.session.get_stream
+        with explained(failure, link.filename), get(link.normalized, headers=plain) as response:
+            response.raise_for_status()
+            yield response
+
     def pin(self, file: Package) -> PinnedFile:
         """The file's size and sha256, as the index states them."""
         digest = (file.link.hash_option or {}).get("sha256", [""])[0]
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
             what, step = "the package index states no sha256 of a file", "name another index"
             raise ToolError(what, file.link.filename, next_step=f"{step}: PIP_INDEX_URL=...")
-        with explained("the package index does not say how large a file is", file.link.filename):
-            if file.link.is_file:
-                size = file.link.file_path.stat().st_size
-            else:
-                response = self.finder.session.head(file.link.url_without_fragment)
-                response.raise_for_status()
-                size = int(response.headers["content-length"])
+        what = "the package index does not say how large a file is"
+        with self.stream(file.link, what) as response:
+            size = int(response.headers["content-length"])
         return PinnedFile(file.name, str(version_of(file)), file.link.filename, size, digest)
 
 
