@@ -45,6 +45,6 @@ def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None
     git = Git(tree)
     for commit in git.commits(f"{BASE_REF}..HEAD"):
         touched = git.changed("--diff-filter=d", BASE_REF, commit, "--", "*.py")
-        for path in touched:
-            data = git.read(commit, path) or b""
+        files = git.contents(commit, *touched) if touched else {}
+        for path, data in files.items():
             compile(data, f"{git.log(commit)}: {path}", "exec", dont_inherit=True)

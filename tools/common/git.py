@@ -102,11 +102,6 @@ class Git:
         """The files that ``git diff`` with these arguments shows; a renamed file has two names."""
         return self._names("diff", "--no-renames", *arguments)
 
-    def read(self, revision: str, path: str) -> bytes | None:
-        """The bytes of one file of a tree; None where it has no such file."""
-        done = self.run("cat-file", "blob", f"{revision}:{path}", accept=(0, 128))
-        return done.stdout if done.returncode == 0 else None
-
     def contents(self, revision: str, *under: str) -> dict[str, bytes]:
         """The bytes of every file of a tree, by path, from one process."""
         paths = self.files(revision, *under)

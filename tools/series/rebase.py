@@ -260,7 +260,7 @@ def _favour(git: Git, commit: str) -> None:
     """Put a patch on HEAD, and resolve every conflict in favour of the patch."""
     if git.run("cherry-pick", commit, "-X", "theirs", accept=(0, 1)).returncode:
         for path in git.changed("--diff-filter=U"):  # a file that one side removed
-            gone = git.read(commit, path) is None
+            gone = path not in git.files(commit)
             git.run(*(("rm", "-qf") if gone else ("checkout", commit)), "--", path)
         git.run("commit", "--quiet", "--allow-empty", "-C", commit)
     git.run("clean", "--quiet", "--force", "-d")

@@ -97,7 +97,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         what, found = "a branch of this name exists; no branch was made", clone.log(old)
         step = f"delete it: git -C {clone.path} branch -D {branch}; or: --branch"
         raise ToolError(what, branch, found=found, next_step=step)
-    template = clone.read(base, _TEMPLATE) or b"(the base has no template for pull requests)"
+    none = b"(the base has no template for pull requests)"
+    template = clone.contents(base, _TEMPLATE).get(_TEMPLATE, none)
     below = [patch for patch, _ in stack if patch not in chosen]
     path = project.build / "submit" / f"{branch.replace('/', '-')}.md"
     if not old:
