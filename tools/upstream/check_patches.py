@@ -21,7 +21,7 @@ from tools.series.series import choose, fingerprint, read_series, with_needs
 from tools.series.tree import BASE_REF, open_tree
 from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
-from tools.upstream.testrun import FAILED, PASSED, SKIPPED, Results, is_test_file
+from tools.upstream.testrun import FAILED, PASSED, SKIPPED, Results
 from tools.wheel.verify import SITE, verify_installed
 
 PACKAGE = "vllm"
@@ -171,10 +171,9 @@ class Checker:
         trees = "-".join(self.git.tree_id(commit)[:12] for commit in (BASE_REF, *place))
         return Finding(*self._kept(f"{trees}-{name}", make, place))
 
-    def _files(self, place: Place, suffix: str) -> list[str]:
+    def _files(self, place: Place, kind: str) -> list[str]:
         """Files of this kind that the patch adds or changes."""
-        there = self.git.changed("--diff-filter=d", *place)
-        return [file for file in there if file.endswith(suffix)]
+        return self.git.changed("--diff-filter=d", *place, "--", kind)
 
     def stand_alone(self, name: str, stack: Sequence[Place]) -> Place:
         """A patch on the release, above only what it needs.
@@ -211,18 +210,15 @@ class Checker:
 
     def _check_imports(self, place: Place) -> Finding:
         self._go_to(place[1])
-        touched = [
-            re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".")
-            for file in self._files(place, ".py")
-            if file.startswith(f"{PACKAGE}/")
-        ]
-        modules = dict.fromkeys([*MODULES, *touched])
+        touched = self._files(place, f"{PACKAGE}/*.py")
+        names = (re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".") for file in touched)
+        modules = dict.fromkeys([*MODULES, *names])
         status, said = self._run(sys.executable, "-c", _IMPORT, *modules)
         return Finding(status == 0, f"{len(modules)} modules", _tail(said) if status else "")
 
     def _check_linters(self, place: Place) -> Finding:
         self._go_to(place[1])
-        python, markdown = self._files(place, ".py"), self._files(place, ".md")
+        python, markdown = self._files(place, "*.py"), self._files(place, "*.md")
         commands = {}
         if python:
             commands = {" ".join(words[:2]): (*words, *python) for words in RUFF}
@@ -272,7 +268,9 @@ class Checker:
         return sorted("".join(pair) for pair in said)
 
     def _check_tests(self, place: Place) -> Finding:
-        files = [file for file in self._files(place, ".py") if is_test_file(file)]
+        files = self._files(place, ":(glob)**/test_*.py")
+        if not files:
+            return Finding(True, "none touched")
         there = self.git.files(BASE_REF, "tests")
         counts, details = Counter[str](), []
         for file in files:
@@ -291,8 +289,6 @@ class Checker:
                     kind = FAILED
                     details.append(f"{test}: {outcome.reason}")
                 counts[kind] += 1
-        if not files:
-            return Finding(True, "none touched")
         kinds = (PASSED, CANNOT_RUN, FAILED_BEFORE, FAILED)
         said = [f"{counts[kind]} {kind}" for kind in kinds if counts[kind] or kind == PASSED]
         return Finding(not details, ", ".join(said), "\n".join(details))
