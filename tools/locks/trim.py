@@ -14,7 +14,6 @@ from tools.common.pin import Project
 from tools.source.fetch import Index
 
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
-_HEAD = re.compile(r"([\w.-]+)==\S+")
 _OLD_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 
@@ -54,16 +53,9 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 def read(text: str) -> tuple[list[str], dict[str, str]]:
     """The comment at the top of a lock, and the lines of each package by its name."""
-    head: list[str] = []
-    blocks: dict[str, str] = {}
-    for line in text.splitlines():
-        if match := _HEAD.match(line):
-            blocks[name := match[1]] = line
-        elif blocks:
-            blocks[name] += f"\n{line}"
-        elif line.startswith("#"):
-            head.append(line)
-    return head, blocks
+    head, *blocks = re.split(r"^(?=[\w.-]+==)", text, flags=re.MULTILINE)
+    comment = [line for line in head.splitlines() if line.startswith("#")]
+    return comment, {block.partition("==")[0]: block for block in blocks}
 
 
 def platforms(machine: str, minor: int) -> list[str]:
