@@ -12,7 +12,7 @@ from tools.common.git import Git
 from tools.series.series import read_series, with_needs
 from tools.series.tree import BASE_REF
 from tools.upstream import check_patches, hubcache
-from tools.upstream.check_patches import IMPORTS, LINTERS, TESTS, TYPES, Checker, Finding, places
+from tools.upstream.check_patches import IMPORTS, LINTERS, TESTS, TYPES, Checker, Finding
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
 # As vLLM's own hook: it adds a missing header, and fails.
@@ -57,7 +57,8 @@ def checked(toy: Toy, *checks: str) -> list[dict[str, Finding]]:
     write_files(site, {"vllm/_version.py": "__version__ = '1'\n"})
     git = Git(toy.tree)
     checker = Checker(git, site, toy.build / "check-patches")
-    return [{check: checker.check(place, check) for check in checks} for place in places(git)[1:]]
+    commits = git.commits(f"{BASE_REF}..HEAD")[1:]
+    return [{check: checker.check(commit, check) for check in checks} for commit in commits]
 
 
 @pytest.mark.parametrize(
@@ -215,15 +216,16 @@ def test_a_patch_alone_stands_on_the_release_with_what_it_needs_or_is_refused(se
     series.commit("[Core] Break", {"vllm/rows.py": ROWS.replace("len(rows)", "0")})
     series.do("series", "export")
     patches, tree = read_series(series.series_file), Git(series.tree)
-    where = dict(zip((patch.name for patch in patches), places(tree), strict=True))
+    commits = tree.commits(f"{BASE_REF}..HEAD")
+    where = dict(zip((patch.name for patch in patches), commits, strict=True))
     checker = Checker(tree, series.root / "site", series.build / "check-patches")
     with pytest.raises(ToolError, match="does not apply to the release with what it needs") as said:
         checker.stand_alone("break.patch", [where["break.patch"]])
     assert "vllm/rows.py" in str(said.value.found)
     stack = [where[name] for name in with_needs(patches, ["double.patch"])]
-    place, git = checker.stand_alone("double.patch", stack), Git(checker.tree)
-    assert git.changed(*place) == ["vllm/twice.py"]
-    there = git.files(place[1])
+    commit, git = checker.stand_alone("double.patch", stack), Git(checker.tree)
+    assert git.changed(f"{commit}^", commit) == ["vllm/twice.py"]
+    there = git.files(commit)
     assert "vllm/rows.py" in there
     assert "vllm/aside.py" not in there
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,14 +92,16 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     verify_installed(project, installed)
     git, series = open_tree(project), read_series(project.series_file)
     checker = Checker(git, installed, project.build / "check-patches")
-    stand = dict(zip((patch.name for patch in series), places(git), strict=True))
+    applied = git.commits(f"{BASE_REF}..HEAD")
+    commits = dict(zip((patch.name for patch in series), applied, strict=True))
     rows, failed = list[list[str]](), list[str]()
     for name in [patch.name for patch in choose(series, arguments.patches) or series]:
-        place, row = stand[name], [f"`{name}`"]
+        commit, row = commits[name], [f"`{name}`"]
         if alone:
-            place = checker.stand_alone(name, [stand[n] for n in with_needs(series, [name])])
+            needs = with_needs(series, [name])
+            commit = checker.stand_alone(name, [commits[need] for need in needs])
         for check in CHECKS:
-            found = checker.check(place, check)
+            found = checker.check(commit, check)
             tell(f"{name:36}  {check:8}  {found}")
             row.append(str(found))
             if not found.good:
@@ -133,15 +134,6 @@ class Finding(NamedTuple):
         return self.said if self.good else f"**{self.said}**"
 
 
-Place = tuple[str, str]  # the commit before a patch, and the patch's own
-
-
-def places(git: Git) -> list[Place]:
-    """The patches of the applied series, in order."""
-    commits = [git.text("rev-parse", BASE_REF), *git.commits(f"{BASE_REF}..HEAD")]
-    return list(pairwise(commits))
-
-
 class Checker:
     """Checks patches of the series in ``git`` in one work tree that goes from place to place.
 
@@ -165,30 +157,28 @@ class Checker:
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.tree / name).symlink_to(file.resolve())
 
-    def check(self, place: Place, name: str) -> Finding:
-        """One check of one patch, or what an earlier run found."""
+    def check(self, commit: str, name: str) -> Finding:
+        """One check of the patch that a commit is of, or what an earlier run found."""
         make = getattr(self, f"_check_{name}")
-        trees = "-".join(self.git.tree_id(commit)[:12] for commit in (BASE_REF, *place))
-        return Finding(*self._kept(f"{trees}-{name}", make, place))
+        trees = (self.git.tree_id(at)[:12] for at in (BASE_REF, f"{commit}^", commit))
+        return Finding(*self._kept("-".join([*trees, name]), make, commit))
 
-    def _files(self, place: Place, kind: str) -> list[str]:
+    def _files(self, commit: str, kind: str) -> list[str]:
         """Files of this kind that the patch adds or changes."""
-        return self.git.changed("--diff-filter=d", *place, "--", kind)
+        return self.git.changed("--diff-filter=d", f"{commit}^", commit, "--", kind)
 
-    def stand_alone(self, name: str, stack: Sequence[Place]) -> Place:
-        """A patch on the release, above only what it needs.
-
-        ``stack`` has the places of these in the series, and the patch's own last.
-        """
+    def stand_alone(self, name: str, stack: Sequence[str]) -> str:
+        """The commit of a patch on the release, above only what it needs; ``stack`` has the
+        commits of these in the series, and the patch's own last."""
         self._go_to(BASE_REF)
         git = Git(self.tree)
-        if git.run("cherry-pick", *(commit for _, commit in stack), accept=(0, 1)).returncode:
+        if git.run("cherry-pick", *stack, accept=(0, 1)).returncode:
             found = "conflicts in " + ", ".join(git.changed("--diff-filter=U"))
             git.run("cherry-pick", "--abort")
             what = "a patch does not apply to the release with what it needs"
             step = "name the patch that it stands on in its Needs:, or change it"
             raise ToolError(what, name, found=found, next_step=step)
-        return git.text("rev-parse", "HEAD~1"), git.text("rev-parse", "HEAD")
+        return git.text("rev-parse", "HEAD")
 
     def _kept(self, name: str, make: Callable[..., Any], *arguments: object) -> Any:
         """The result that an earlier run stored under this name, or a new one."""
@@ -208,17 +198,17 @@ class Checker:
         done = subprocess.run(command, **place, input="", capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 
-    def _check_imports(self, place: Place) -> Finding:
-        self._go_to(place[1])
-        touched = self._files(place, f"{PACKAGE}/*.py")
+    def _check_imports(self, commit: str) -> Finding:
+        self._go_to(commit)
+        touched = self._files(commit, f"{PACKAGE}/*.py")
         names = (re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".") for file in touched)
         modules = dict.fromkeys([*MODULES, *names])
         status, said = self._run(sys.executable, "-c", _IMPORT, *modules)
         return Finding(status == 0, f"{len(modules)} modules", _tail(said) if status else "")
 
-    def _check_linters(self, place: Place) -> Finding:
-        self._go_to(place[1])
-        python, markdown = self._files(place, "*.py"), self._files(place, "*.md")
+    def _check_linters(self, commit: str) -> Finding:
+        self._go_to(commit)
+        python, markdown = self._files(commit, "*.py"), self._files(commit, "*.md")
         commands = {}
         if python:
             commands = {" ".join(words[:2]): (*words, *python) for words in RUFF}
@@ -229,15 +219,15 @@ class Checker:
             commands[" ".join(MARKDOWN[:2])] = (*MARKDOWN, *config, *markdown)
         done = {name: self._run(*command) for name, command in commands.items()}
         failed = {name: _tail(said) for name, (status, said) in done.items() if status}
-        self._go_to(place[1])
+        self._go_to(commit)
         details = "\n".join(f"{name}:\n{said}" for name, said in failed.items())
         said = ", ".join(failed) or f"{len(python) + len(markdown)} files"
         return Finding(not failed, said, details)
 
-    def _check_types(self, place: Place) -> Finding:
+    def _check_types(self, commit: str) -> Finding:
         before, after = (
-            self._kept(f"{self.git.tree_id(commit)[:12]}-mypy", self._mypy, commit)
-            for commit in place
+            self._kept(f"{self.git.tree_id(at)[:12]}-mypy", self._mypy, at)
+            for at in (f"{commit}^", commit)
         )
         # mypy tells of missing stubs once, at whichever file it comes to first.
         new = (Counter(after) - Counter(before)).elements()
@@ -267,14 +257,14 @@ class Checker:
             said += re.findall(r"^(.+?):\d+(: error: .*)$", out, re.MULTILINE)
         return sorted("".join(pair) for pair in said)
 
-    def _check_tests(self, place: Place) -> Finding:
-        files = self._files(place, ":(glob)**/test_*.py")
+    def _check_tests(self, commit: str) -> Finding:
+        files = self._files(commit, ":(glob)**/test_*.py")
         if not files:
             return Finding(True, "none touched")
         there = self.git.files(BASE_REF, "tests")
         counts, details = Counter[str](), []
         for file in files:
-            outcomes = self._run_tests(place[1], file)
+            outcomes = self._run_tests(commit, file)
             before: Results = {}
             if file in there and any(o.bad and not o.cannot_run for o in outcomes.values()):
                 before = self._run_tests(BASE_REF, file)
