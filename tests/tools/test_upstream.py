@@ -46,8 +46,8 @@ SKIP = Outcome(SKIPPED, "no model")
 def test_a_difference_has_one_name(
     before: Outcome | None, after: Outcome | None, untouched: str, touched: str
 ) -> None:
-    pristine = {"tests/test_a.py": {"a::test[1::b]": before} if before else {}}
-    patched = {"tests/test_a.py": {"a::test[1::b]": after} if after else {}}
+    key = ("tests/test_a.py", "a::test[1::b]")
+    pristine, patched = ({key: outcome} if outcome else {} for outcome in (before, after))
     for files, verdict in ((set(), untouched), ({"tests/test_a.py"}, touched)):
         (found,) = compare(pristine, patched, files)
         assert found.verdict == verdict
@@ -62,7 +62,7 @@ def test_a_difference_has_one_name(
     ],
 )
 def test_what_differs_from_run_to_run_is_no_difference(one: str, two: str) -> None:
-    before, after = ({"f": {"t": Outcome(FAILED, said)}} for said in (one, two))
+    before, after = ({("f", "t"): Outcome(FAILED, said)} for said in (one, two))
     (found,) = compare(before, after, set())
     assert found.verdict == SAME
 
@@ -191,9 +191,7 @@ def test_two_wheels_are_compared_and_a_test_that_the_series_breaks_is_named(
 
 
 def test_the_table_says_why_a_test_cannot_pass_here() -> None:
-    results = {
-        "tests/test_a.py": {"tests.test_a::test[1]": NO_GPU, "tests.test_a::test[2]": NO_GPU}
-    }
+    results = {("tests/test_a.py", f"tests.test_a::test[{n}]"): NO_GPU for n in (1, 2)}
     table = upstream_test.render(compare(results, results, set()), "About.")
     assert "| `test_a.py` | 0 / 2 / 0 / 0 | 0 / 2 / 0 / 0 | 2 | none |" in table
     assert (

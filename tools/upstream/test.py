@@ -3,15 +3,12 @@
 
 import argparse
 import hashlib
-import io
 import shutil
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
-
-from backports import tarfile
 
 from tools.common.cli import ToolError, add_path, table, tell
 from tools.common.files import write
@@ -21,7 +18,7 @@ from tools.series.series import fingerprint, read_series
 from tools.series.tree import BASE_REF, open_tree
 from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
-from tools.upstream.testrun import PASSED, SKIPPED, Outcome, Results, is_test_file
+from tools.upstream.testrun import PASSED, SKIPPED, Outcome, is_test_file
 from tools.wheel.verify import SITE, verify_installed
 
 
@@ -91,44 +88,42 @@ class Comparison(NamedTuple):
     verdict: str
 
 
-def run_side(
-    name: str, git: Git, site: Path | None, files: Iterable[str], build: Path
-) -> dict[str, Results]:
+Side = dict[tuple[str, str], Outcome]  # of one wheel: by file and test
+
+
+def run_side(name: str, git: Git, site: Path | None, files: Iterable[str], build: Path) -> Side:
     """Run the files that exist in the tree ``git``, less what an earlier run finished.
 
     ``site`` is where its wheel is installed; None: in this Python.
     """
-    there, tree = git.files("HEAD", "tests"), build / name
+    there, tree = git.files("HEAD", "tests"), build.resolve() / name
     shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
     parts = [part for part in PARTS if git.files("HEAD", part)]
-    archive = git.run("archive", "--format=tar", "HEAD", "--", *parts).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(tree, filter="data")
+    index = {"GIT_INDEX_FILE": str(tree / ".index")}  # not the build tree's own
+    git.run("--work-tree", str(tree), "checkout", "--quiet", "HEAD", "--", *parts, env=index)
     more = {"PYTHONPATH": str(site.resolve())} if site else {}
     environment = testrun.test_environment(build, **more)
     # What decides the results: package, tests, stand-ins.
     key = f"{git.text('rev-parse', 'HEAD:vllm', 'HEAD:tests')}\n{recipe()}".encode()
     stored = build / "results" / hashlib.sha256(key).hexdigest()[:16]
-    found, start = {}, time.monotonic()
+    found, start = Side(), time.monotonic()
     for file in (file for file in files if file in there):
         results = stored / Path(file).with_suffix(".xml")
-        found[file] = testrun.run_file(file, tree, environment, results, LIMIT_S)
-        said = _counts(found[file].values())
+        outcomes = testrun.run_file(file, tree, environment, results, LIMIT_S)
+        said = _counts(outcomes.values())
         tell(f"{time.monotonic() - start:5.0f} s  {name:8}  {file}: {said}")
+        found |= {(file, test): outcome for test, outcome in outcomes.items()}
     return found
 
 
-def compare(
-    pristine: dict[str, Results], patched: dict[str, Results], touched: Collection[str]
-) -> list[Comparison]:
+def compare(pristine: Side, patched: Side, touched: Collection[str]) -> list[Comparison]:
     """Every test of both sides, with its verdict; ``touched`` are the files that the series adds,
     changes or removes."""
     found = []
-    for file in sorted(pristine.keys() | patched.keys()):
-        before, after = pristine.get(file, {}), patched.get(file, {})
-        for test in sorted(before.keys() | after.keys()):
-            pair = before.get(test), after.get(test)
-            found.append(Comparison(file, test, *pair, _verdict(*pair, file in touched)))
+    for file, test in sorted(pristine.keys() | patched.keys()):
+        pair = pristine.get((file, test)), patched.get((file, test))
+        found.append(Comparison(file, test, *pair, _verdict(*pair, file in touched)))
     return found
 
 
