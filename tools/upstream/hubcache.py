@@ -15,46 +15,16 @@ from typing import Any
 
 from tools.common.files import staging
 
-_DATA = Path(__file__).with_name("hub.toml")  # which explains the tables
+_FILE = Path(__file__).with_name("hub.toml")  # which explains the tables
+_DATA = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+STAND_INS: dict[str, dict[str, Any]] = _DATA["models"] | _DATA["configurations"]
 # Every repository has one revision.
 REVISION = "0" * 40
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-# A head of 32 is the smallest that vLLM's CPU attention takes.
-_TINY = {
-    **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4},
-    **{"initializer_range": 0.1, "eos_token_id": 0},
-}
-_TENSORS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-_GROUP = {"targets": ["Linear"], "weights": _TENSORS, "input_activations": _TENSORS}
-_QUANTIZED = {
-    "quantization_config": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": _GROUP},
-        "ignore": ["lm_head"],
-    }
-}
-
-
-def _read() -> dict[str, dict[str, Any]]:
-    """The tables of ``hub.toml``, by repository."""
-    data = tomllib.loads(_DATA.read_text(encoding="utf-8"))
-    for table in data["configurations"].values():
-        table["files"] = {"generation_config.json": table.get("generation", {})}
-    return {**data["models"], **data["configurations"]}
-
-
-STAND_INS = _read()
 
 
 def recipe() -> str:
     """A digest of everything that decides what the stand-ins are."""
-    return hashlib.sha256(Path(__file__).read_bytes() + _DATA.read_bytes()).hexdigest()
+    return hashlib.sha256(Path(__file__).read_bytes() + _FILE.read_bytes()).hexdigest()
 
 
 def make_hub(home: Path) -> Path:
@@ -63,52 +33,68 @@ def make_hub(home: Path) -> Path:
     if stamp.is_file() and stamp.read_text() == recipe():
         return home
     with staging(home) as made:
-        for name, table in STAND_INS.items():
+        for name in STAND_INS:
             repository = made / "hub" / f"models--{name.replace('/', '--')}"
             snapshot = repository / "snapshots" / REVISION
             snapshot.mkdir(parents=True)
             (repository / "refs").mkdir()
             (repository / "refs" / "main").write_text(REVISION)
-            _write(snapshot, table)
+            _write(snapshot, name)
         (made / "recipe").write_text(recipe())
         shutil.rmtree(home, ignore_errors=True)
         made.rename(home)
     return home
 
 
-def _write(snapshot: Path, table: dict[str, Any]) -> None:
+def _write(snapshot: Path, name: str) -> None:
+    table = STAND_INS[name]
     architecture, model_type = table["type"]
-    special = table.get("special", {"<|endoftext|>": 0})
-    end = next(iter(special))
     config = {
         "architectures": [architecture],
         "model_type": model_type,
-        **(_TINY if table.get("weights") else {}),
-        **(_QUANTIZED if table.get("quantized") else {}),
+        **(_DATA["tiny"] if table.get("weights") else {}),
+        **(_DATA["quantized"] if table.get("quantized") else {}),
         **table.get("config", {}),
         **dict.fromkeys(table.get("null", ())),
     }
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
-    tokenizer |= {"eos_token": end, "pad_token": end}
-    files = {"config.json": config, "tokenizer_config.json": tokenizer, **table.get("files", {})}
-    for name, content in files.items():
-        (snapshot / name).write_text(json.dumps(content, indent=1) + "\n")
-    _write_tokenizer(snapshot, special, table.get("bytes_from", 1))
+    files = {"config.json": config, **_tokenizer(table), **table.get("files", {})}
+    if name in _DATA["configurations"]:
+        files["generation_config.json"] = table.get("generation", {})
+    for file, content in files.items():
+        (snapshot / file).write_text(json.dumps(content, indent=1) + "\n")
     if table.get("weights"):
         _write_weights(snapshot)
 
 
-def _write_tokenizer(snapshot: Path, special: dict[str, int], first: int) -> None:
-    """A tokenizer with one token per byte, beginning at the id ``first``, and special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def _tokenizer(table: dict[str, Any]) -> dict[str, Any]:
+    """The files of a tokenizer with one token per byte, and the special tokens.
 
+    The library would write them too, with a warning that names every id without a token.
+    """
+    from tokenizers import pre_tokenizers
+
+    first, special = table.get("bytes_from", 1), table.get("special", {"<|endoftext|>": 0})
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters, first)}
-    tokenizer = Tokenizer(models.BPE(vocabulary | special, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(special))
-    tokenizer.save(str(snapshot / "tokenizer.json"))
+    vocabulary = {letter: number for number, letter in enumerate(letters, first)} | special
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    end = next(iter(special))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": number, "content": token, **added, "special": True}
+                for token, number in special.items()
+            ],
+            "pre_tokenizer": {**byte_level, "use_regex": True},
+            "decoder": {**byte_level, "use_regex": True},
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{"eos_token": end, "pad_token": end, "chat_template": _DATA["chat_template"]},
+        },
+    }
 
 
 def _write_weights(snapshot: Path) -> None:
