@@ -57,8 +57,7 @@ def compressed(path: Path, name: str) -> tuple[int, bytes]:
 
 
 def test_the_command_prints_path_size_and_digest(toy: Toy, tmp_path: Path) -> None:
-    out = toy.do("wheel", "build", "--variant", "cpu")
-    path = toy.wheel()
+    out, path = toy.do("wheel", "build", "--variant", "cpu"), toy.wheel()
     data = path.read_bytes()
     assert out.splitlines() == [
         f"base: {base_of(toy).name} (a test)",
@@ -196,6 +195,7 @@ def test_a_series_that_changes_compiled_sources_is_refused(toy: Toy, name: str) 
         (Toy.mine, "not the applied series"),
         (lambda toy: toy.do("series", "apply", "--before", NAMES[2]), "not the applied series"),
         (lambda toy: toy.edit_patch(NAMES[0], "sees rows", "sees Rows"), "not the applied series"),
+        (lambda toy: base_of(toy).write_bytes(b"another"), "not the pinned one"),
         (lambda toy: (toy.root / "pyproject.toml").write_text(""), "[project].version"),
     ],
 )
