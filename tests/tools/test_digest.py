@@ -40,7 +40,7 @@ def test_the_makefile_and_the_tools_mean_the_same_line_where_none_is_named() -> 
     assert expand(ROOT, "$(LINE) $(OTHER)") == [DEFAULT_LINE]
 
 
-# Of the pristine and of the patched wheel.
+# The digests of the pristine and of the patched wheel.
 DIGESTS = "$(PRISTINE_ID) $(SERIES_ID)"
 
 

@@ -214,7 +214,7 @@ class Toy(Project):
         return self.series_file.read_text().splitlines()
 
     def snapshot(self, directory: Path | None = None) -> dict[str, bytes]:
-        """Every file below a directory (default: that of the line) by name."""
+        """Every file below a directory (default: the one of the line), by name."""
         top = directory or self.patches
         return {
             str(path.relative_to(top)): path.read_bytes()

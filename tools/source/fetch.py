@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 
 def fetch_source(project: Project) -> str:
-    """Get the source; return which it is."""
+    """Get the source; return its name and digest."""
     source = project.pin.source
     fetch(source, project)
     return f"the source archive {source.filename}, sha256 {source.sha256}"
