@@ -13,7 +13,7 @@ from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series import tree
 from tools.series.check import check_files
-from tools.series.series import Patch, Series, choose, fingerprint, read_series
+from tools.series.series import Patch, Series, choose, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
 from tools.source.fetch import fetch_source
 
@@ -87,7 +87,7 @@ def apply_series(project: Project, series: Series, *, discard: bool = False) -> 
     git = tree.open_tree(project) if discard else tree.open_settled(project)
     head, applied = git.commit_id("HEAD"), git.commit_id(APPLIED_REF)
     settled = git.text("rev-parse", "--abbrev-ref", "HEAD") == tree.BRANCH and not git.dirt()
-    record = tree.Record(fingerprint(series, project.pin), git.tree_id(applied or BASE_REF))
+    record = tree.record(git, series, project.pin, applied or BASE_REF)
     if applied and settled and head == applied and tree.read_record(git) == record:
         return False
     if not discard and (lost := tree.unaccounted(git)):
@@ -108,5 +108,5 @@ def apply_series(project: Project, series: Series, *, discard: bool = False) -> 
         if discard:
             git.run("clean", "--quiet", "--force", "-d")
     git.run("update-ref", APPLIED_REF, "HEAD")
-    tree.write_record(git, tree.Record(fingerprint(series, project.pin), git.tree_id("HEAD")))
+    tree.write_record(git, tree.record(git, series, project.pin))
     return changed

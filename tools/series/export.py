@@ -11,7 +11,7 @@ from tools.common.pin import Project
 from tools.series import tree
 from tools.series.apply import am, scratch_worktree
 from tools.series.check import check_patch
-from tools.series.series import FILENAME, Patch, Series, fingerprint, read_series, slug
+from tools.series.series import FILENAME, Patch, Series, read_series, slug
 from tools.series.tree import BASE_REF, EXPORTED_REF
 
 # What differs from git's defaults, which hold here: the caller's configuration is not read.
@@ -100,7 +100,7 @@ def export_series(
             if patch.name not in before and path.exists() and path.read_bytes() != patch.data:
                 what = "a file that is not in the series stands where a new patch would go"
                 raise ToolError(what, where=path, next_step="move it away, then export again")
-    proof = tree.Record(fingerprint(new, project.pin), git.tree_id("HEAD"))
+    proof = tree.record(git, new, project.pin)
     if tree.read_record(git) != proof:
         _prove_round_trip(git, new, commits)
     if not check:

@@ -21,7 +21,7 @@ from tools.common.pin import UNKNOWN, PinnedFile, Project
 from tools.series import tree
 from tools.series.apply import apply_series
 from tools.series.export import export_series
-from tools.series.series import fingerprint, read_series
+from tools.series.series import read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
 from tools.source.fetch import Index, fetch, like_wheel, releases, version_of
 
@@ -211,7 +211,7 @@ def finish(project: Project) -> None:
         write(project.patches / path.name, path.read_bytes())
     built.fetch(new.tree, "+refs/re/*:refs/re/*")
     built.run("checkout", "--quiet", "-B", tree.BRANCH, APPLIED_REF)
-    tree.write_record(built, tree.Record(fingerprint(series, new.pin), built.tree_id(APPLIED_REF)))
+    tree.write_record(built, tree.record(built, series, new.pin, APPLIED_REF))
     if series:
         ranges = (OLD, f"{BASE_REF}..{APPLIED_REF}")
         print(git.text("-c", "core.abbrev=12", "range-diff", "--no-color", *ranges))

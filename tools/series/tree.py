@@ -6,26 +6,18 @@ Refs and a record beside them tell which commits the patches reproduce.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from backports import tarfile
 
 from tools.common.cli import ToolError
 from tools.common.git import Git
 from tools.common.pin import Pin, Project
-from tools.series.series import PROJECT_EMAIL, PROJECT_NAME
+from tools.series.series import PROJECT_EMAIL, PROJECT_NAME, Series, fingerprint
 from tools.source.fetch import fetch
 
 BRANCH = "routed-experts"
 BASE_REF, APPLIED_REF, EXPORTED_REF = "refs/re/base", "refs/re/applied", "refs/re/exported"
 UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
-
-
-class Record(NamedTuple):
-    """Which series gives which tree: proved by an apply, or by an export applied again."""
-
-    fingerprint: str
-    tree: str
 
 
 def base_message(pin: Pin) -> str:
@@ -127,14 +119,18 @@ def open_settled(project: Project) -> Git:
     return git
 
 
-def read_record(git: Git) -> Record | None:
-    """The record, which the build tree's own configuration holds."""
-    words = git.text("config", "--local", "--get", "re.record", accept=(0, 1)).split()
-    return Record(*words) if words else None
+def record(git: Git, series: Series, pin: Pin, revision: str = "HEAD") -> str:
+    """What an apply proves, or an export applied again: which series gives which tree."""
+    return f"{fingerprint(series, pin)} {git.tree_id(revision)}"
 
 
-def write_record(git: Git, record: Record) -> None:
-    git.run("config", "--local", "re.record", " ".join(record))
+def read_record(git: Git) -> str:
+    """The record in the build tree's own configuration; empty if there is none."""
+    return git.text("config", "--local", "--get", "re.record", accept=(0, 1))
+
+
+def write_record(git: Git, record: str) -> None:
+    git.run("config", "--local", "re.record", record)
 
 
 def unaccounted(git: Git) -> list[str]:

@@ -28,7 +28,7 @@ from tools.common.cli import ToolError
 from tools.common.git import Git
 from tools.common.pin import BaseWheel, Pin, PinnedFile, Project
 from tools.series.series import Series, fingerprint, read_series
-from tools.series.tree import BASE_REF, Record, open_settled, read_record
+from tools.series.tree import BASE_REF, open_settled, read_record, record
 
 PACKAGE = "vllm"
 VERSION_MODULE = f"{PACKAGE}/_version.py"
@@ -88,11 +88,10 @@ def read_wheel_version(pin: Pin, version: str, tags: Collection[Tag]) -> tuple[B
 def tree_series(project: Project) -> tuple[Git, Series]:
     """The build tree, and the series that its HEAD is the result of: empty on the base."""
     git = open_settled(project)
-    tree = git.tree_id("HEAD")
-    if tree == git.tree_id(BASE_REF):
+    if git.tree_id("HEAD") == git.tree_id(BASE_REF):
         return git, Series()
     series = read_series(project.series_file)
-    if read_record(git) != Record(fingerprint(series, project.pin), tree):
+    if read_record(git) != record(git, series, project.pin):
         what, found = "the build tree is not the applied series", git.log("HEAD")
         step = "python -m tools series apply, or series export to keep your commits"
         raise ToolError(what, where=git.path, found=found, next_step=step)
@@ -154,10 +153,10 @@ def plan_wheel(
     sbom = make_sbom(pin, base, series, version)
     name = f"{dist_info}/sboms/vllm-routed-experts.cdx.json"
     members = [*package, *metadata, _new(name, sbom, "the bill of materials")]
-    name, record = f"{dist_info}/RECORD", io.StringIO()
+    name, out = f"{dist_info}/RECORD", io.StringIO()
     rows = [member.record() for member in members]
-    csv.writer(record, lineterminator="\n").writerows([*rows, (name, "", "")])
-    members.append(_new(name, record.getvalue().encode(), "its own members"))
+    csv.writer(out, lineterminator="\n").writerows([*rows, (name, "", "")])
+    members.append(_new(name, out.getvalue().encode(), "its own members"))
     return Plan(f"{PACKAGE}-{version}-{base.tag}.whl", dist_info, members)
 
 
