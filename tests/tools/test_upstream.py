@@ -74,7 +74,7 @@ def run(tmp_path: Path, source: str) -> dict[str, Outcome]:
     (tree / "tests" / "test_toy.py").write_text(textwrap.dedent(source))
     environment = {"PATH": os.defpath}
     results = tmp_path / "results" / "test_toy.xml"
-    return testrun.run_file("tests/test_toy.py", tree, environment, results, 600)
+    return testrun.run_file("tests/test_toy.py", tree, environment, results)
 
 
 def test_every_test_of_a_file_has_its_outcome(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from tools.series.series import choose, fingerprint, read_series, with_needs
 from tools.series.tree import BASE_REF, open_tree
 from tools.upstream import testrun
 from tools.upstream.hubcache import recipe
-from tools.upstream.testrun import FAILED, PASSED, SKIPPED, Results
+from tools.upstream.testrun import FAILED, LIMIT_S, PASSED, SKIPPED, Results
 from tools.wheel.verify import SITE, verify_installed
 
 PACKAGE = "vllm"
-LIMIT_S = 600
 # What every patch must leave importable, beside the modules that it touches.
 MODULES = (
     *("vllm", "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"),
@@ -289,7 +288,7 @@ class Checker:
         results = self.results / key / Path(file).with_suffix(".xml")
         if not results.is_file():
             self._go_to(commit)
-        return testrun.run_file(file, self.tree, self.environment, results, LIMIT_S)
+        return testrun.run_file(file, self.tree, self.environment, results)
 
 
 def _tail(text: str) -> str:

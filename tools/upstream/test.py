@@ -70,7 +70,6 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 # What the tests need of a tree. Not vllm/: it would be imported instead of the installed wheel.
 PARTS = ("tests", "examples", "docs/mkdocs", "pyproject.toml")
-LIMIT_S = 600
 
 SAME, BROKEN, OTHER = "same", "broken", "differs"
 ADDED, REMOVED, CHANGED = (f"{what} by the series" for what in ("added", "removed", "changed"))
@@ -110,7 +109,7 @@ def run_side(name: str, git: Git, site: Path | None, files: Iterable[str], build
     found, start = Side(), time.monotonic()
     for file in (file for file in files if file in there):
         results = stored / Path(file).with_suffix(".xml")
-        outcomes = testrun.run_file(file, tree, environment, results, LIMIT_S)
+        outcomes = testrun.run_file(file, tree, environment, results)
         said = _counts(outcomes.values())
         tell(f"{time.monotonic() - start:5.0f} s  {name:8}  {file}: {said}")
         found |= {(file, test): outcome for test, outcome in outcomes.items()}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from harness.process import KEEPER
 from tools.upstream.hubcache import make_hub
 
+LIMIT_S = 600
 # Stands for the tests of a file that gave no results.
 WHOLE_FILE = "(the whole file)"
 
@@ -80,13 +81,11 @@ def test_environment(build: Path, **more: str) -> dict[str, str]:
     }
 
 
-def run_file(
-    file: str, tree: Path, environment: Mapping[str, str], results: Path, limit_s: float
-) -> Results:
+def run_file(file: str, tree: Path, environment: Mapping[str, str], results: Path) -> Results:
     """Run one test file of ``tree``, or read what an earlier run left at ``results``.
 
     The results are JUnit XML; the output goes beside it, as ``.log``. An interrupted run leaves no
-    results. After ``limit_s`` seconds the process and all it started are ended. Where ``tree``
+    results. After ``LIMIT_S`` seconds the process and all it started are ended. Where ``tree``
     holds a ``vllm/``, that is the package that is tested.
     """
     if results.is_file():
@@ -96,12 +95,12 @@ def run_file(
         report = Path(scratch) / "junit.xml"
         pytest = [sys.executable, "-m", "pytest", file, "-q", "--rootdir=."]
         pytest += ["-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
-        pytest += [f"--timeout={limit_s / 2:.0f}", "--timeout-method=signal"]
+        pytest += [f"--timeout={LIMIT_S // 2}", "--timeout-method=signal"]
         with results.with_suffix(".log").open("wb") as log:
-            end = _run_kept(pytest, limit_s, cwd=tree, env=environment, stdout=log, stderr=log)
+            end = _run_kept(pytest, cwd=tree, env=environment, stdout=log, stderr=log)
         if end not in (0, 1) or not report.is_file():  # crashed, hung, or could not be collected
-            limit = f"ended after {limit_s:.0f} s, the limit"
-            message = limit if end is None else f"ended with status {end}"
+            how = f"after {LIMIT_S} s, the limit" if end is None else f"with status {end}"
+            message = f"ended {how}"
             if report.is_file():  # pytest's own words for what it could not collect
                 bad = [outcome.message for outcome in read_results(report).values() if outcome.bad]
                 message = "\n".join([*bad, message])
@@ -112,13 +111,13 @@ def run_file(
     return read_results(results)
 
 
-def _run_kept(command: list[str], limit_s: float, **options: Any) -> int | None:
+def _run_kept(command: list[str], **options: Any) -> int | None:
     """The exit status of a command; None if it ran into its limit."""
     kept = [sys.executable, str(KEEPER), *command]
     # Leaving this block closes the keeper's input: it ends what is left.
     with subprocess.Popen(kept, stdin=subprocess.PIPE, **options) as run:
         try:
-            return run.wait(limit_s)
+            return run.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             return None
 
