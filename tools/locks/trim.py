@@ -14,7 +14,7 @@ from tools.common.pin import Project
 from tools.source.fetch import Index
 
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
-_OLD_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+_OLD_NAMES = {17: ("manylinux2014",), 12: ("manylinux2010",), 5: ("manylinux1",)}
 
 
 def declare(parser: Parser) -> None:
@@ -60,10 +60,9 @@ def read(text: str) -> tuple[list[str], dict[str, str]]:
 
 def platforms(machine: str, minor: int) -> list[str]:
     """The tags of every glibc up to 2.``minor``, newest first."""
-    names = [f"manylinux_2_{number}" for number in range(minor, 4, -1)]
-    for number, old in _OLD_NAMES.items():
-        if (new := f"manylinux_2_{number}") in names:
-            names.insert(names.index(new) + 1, old)
+    names = []
+    for number in range(minor, 4, -1):
+        names += [f"manylinux_2_{number}", *_OLD_NAMES.get(number, ())]
     return [f"{name}_{machine}" for name in (*names, "linux")]
 
 
