@@ -86,7 +86,8 @@ def apply_series(project: Project, series: Series, *, discard: bool = False) -> 
             place.rename(project.tree)
     git = tree.open_tree(project) if discard else tree.open_settled(project)
     head, applied = git.commit_id("HEAD"), git.commit_id(APPLIED_REF)
-    settled = git.text("rev-parse", "--abbrev-ref", "HEAD") == tree.BRANCH and not git.dirt()
+    branch = git.text("symbolic-ref", "--quiet", "HEAD", accept=(0, 1))
+    settled = branch == f"refs/heads/{tree.BRANCH}" and not git.dirt()
     record = tree.record(git, series, project.pin, applied or BASE_REF)
     if applied and settled and head == applied and tree.read_record(git) == record:
         return False
