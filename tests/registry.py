@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which MoE models a release of vLLM and `transformers` have, read from their source.
-
-`tests/behaviour/test_registry.py` and `tests/v0.33.0/test_registry.py` compare them with
-`harness/on_cpu.py`.
+"""Which MoE models a release of vLLM and `transformers` have, read from their source, and which of
+them `docs/features.md` lists. `tests/behaviour/test_registry.py` compares them for each line.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 # Names of modules of `fused_moe` that run experts.
 EXPERTS = re.compile(r"(Shared)?FusedMoE(Factory)?$|fused_experts$")
 TABLES = {"_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"}
+
+FEATURES = Path(__file__).parents[1] / "docs/features.md"
 
 # A definition by its module and its name there.
 Name = tuple[str, str]
@@ -109,3 +109,23 @@ def moe_families() -> set[str]:
         if experts.search(source):
             moe.update(re.findall(r"^class (\w+)", source, re.MULTILINE))
     return {model_type for model_type, names in families().items() if names & moe}
+
+
+def documented_families(line: str) -> dict[str, str]:
+    """How the documentation says that each family is tested on a line, or why it is not."""
+    header, *rows = [
+        [cell.strip(" `") for cell in row.strip("|").split("|")]
+        for row in re.findall(r"^\| (?:Family|`).*", _models(), re.MULTILINE)
+    ]
+    column = header.index(f"Series {line}")
+    return {row[0]: row[column] for row in rows if row[column] != "-"}
+
+
+def documented_architectures(line: str) -> set[str]:
+    """The architectures that `transformers` lacks, as the documentation lists them."""
+    (names,) = re.findall(rf"^- {line}: (.*?)(?=^-|^$)", _models(), re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"`(\w+)`", names))
+
+
+def _models() -> str:
+    return FEATURES.read_text(encoding="utf-8").split("\n## Models\n")[1]
