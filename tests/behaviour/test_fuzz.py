@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import assume, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
@@ -28,32 +27,15 @@ from tests import endpoints
 from tests.behaviour.conftest import CHUNK, random_prompt
 from tests.behaviour.test_endpoints import find_errors
 
-# These run here as they are.
-from tests.carriers import (  # noqa: F401
-    server_without_rows,
-    test_prompt_rows_at_a_server_without_rows_do_no_harm,
-    test_prompt_rows_for_several_readers_are_a_400,
-    test_prompt_rows_of_any_value_do_no_harm_on_any_endpoint,
-    test_prompt_rows_of_who_gets_none_do_no_harm,
-    test_prompt_rows_that_cannot_be_the_prompts_are_a_400_with_one_sentence,
-    test_prompt_rows_that_say_nothing_or_what_is_known_are_taken,
-)
+# Its tests run here as they are.
+from tests.carriers import *  # noqa: F403
+from tests.carriers import BODIES, FUZZ, JSON, PROMPT, SEED, post, streamed_error
 
 pytestmark = pytest.mark.slow
 
-SEED = 20260
 # Requests from the schema. The kernels of the second line run in Triton's interpreter.
 EXAMPLES = {FIRST: 150, "v0.33.0": 40}
-PROMPT = random_prompt(1, 20)
-MESSAGES = [{"role": "user", "content": "abc"}]
-
-# What a valid request needs.
-ENDPOINTS: dict[str, dict[str, Any]] = {
-    "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}},
-    "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
-}
-# Where its arguments stand: in an object of their own, or as fields of the object named.
+# Where arguments stand: in an object of their own, or as fields of the object named.
 OBJECTS = {
     "/inference/v1/generate": ("sampling_params", "extra_args"),
     "/v1/completions": ("vllm_xargs",),
@@ -64,15 +46,10 @@ FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "/v1/completions": ((),),
     "/v1/chat/completions": ((),),
 }
-PLACES = [(path, place) for path in ENDPOINTS for place in (OBJECTS[path], *FIELDS[path])]
+PLACES = [(path, place) for path in BODIES for place in (OBJECTS[path], *FIELDS[path])]
 ASK, START, LAST = endpoints.ASK, endpoints.START, endpoints.LAST
 # Rows are text.
 HAS_ROWS = re.compile(r'"routed_experts": ?"')
-
-
-@pytest.fixture(scope="module")
-def line() -> str:
-    return FIRST
 
 
 @pytest.fixture(scope="module")
@@ -102,32 +79,11 @@ def check_server(server: Server, model: Path) -> Callable[[], None]:
     return check
 
 
-def post(server: Server, path: str, body: str) -> tuple[int, str]:
-    """Status and text of an answer. The status of an error within a stream counts."""
-    reply = httpx.post(
-        server.url + path,
-        content=body,
-        headers={"Content-Type": "application/json"},
-        timeout=60,
-        trust_env=False,
-        verify=False,  # certificates of the system take longer to load than most answers take
-    )
-    return streamed_error(reply.text) or reply.status_code, reply.text
-
-
-def streamed_error(text: str) -> int | None:
-    """The code of an error that a stream brings, if it brings one."""
-    for line in text.splitlines():
-        if line.startswith('data: {"error"'):
-            return int(json.loads(line.removeprefix("data: "))["error"]["code"])
-    return None
-
-
 def write_body(
     server: Server, path: str, place: tuple[str, ...], arguments: str, stream: bool = False
 ) -> str:
     """A request whose arguments are the given text, which need not be valid JSON."""
-    body = json.loads(json.dumps({"model": server.checkpoint, **ENDPOINTS[path], "stream": stream}))
+    body = json.loads(json.dumps({"model": server.checkpoint, **BODIES[path], "stream": stream}))
     if place == OBJECTS[path]:
         find(body, place[:-1])[place[-1]] = "<arguments>"
         return json.dumps(body).replace('"<arguments>"', arguments)
@@ -187,7 +143,7 @@ def test_hostile_value_is_a_400_that_names_the_argument(
     ],
     ids=lambda text: text[:40].replace("\x00", "NUL"),
 )
-@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("path", BODIES)
 def test_arguments_that_are_none_are_a_400(
     server: Server, check_server: Callable[[], None], path: str, arguments: str
 ) -> None:
@@ -197,35 +153,11 @@ def test_arguments_that_are_none_are_a_400(
 
 
 @pytest.mark.parametrize("arguments", ["null", "{}"])
-@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("path", BODIES)
 def test_silence_is_no_object_too(server: Server, path: str, arguments: str) -> None:
     status, text = post(server, path, write_body(server, path, OBJECTS[path], arguments))
     assert status == 200, text
     assert json.loads(text)["choices"][0]["routed_experts_start"] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "start"),
-    [
-        (f'{{"{ASK}": null, "{START}": null}}', 0),
-        (f'{{"{ASK}": 1}}', 0),
-        (f'{{"{ASK}": "true"}}', 0),
-        (f'{{"{ASK}": true, "{START}": 3}}', 3),
-        (f'{{"{START}": -1, "{START}": 2}}', 2),
-        (f'{{"{ASK}": 0}}', None),
-        (f'{{"{ASK}": "false"}}', None),
-        (f'{{"{ASK}": true, "{ASK}": false}}', None),
-    ],
-)
-@pytest.mark.parametrize(("path", "place"), PLACES)
-def test_odd_but_valid_arguments_are_taken(
-    server: Server, path: str, place: tuple[str, ...], arguments: str, start: int | None
-) -> None:
-    status, text = post(server, path, write_body(server, path, place, arguments))
-    assert status == 200, text
-    (choice,) = json.loads(text)["choices"]
-    assert choice.get("routed_experts_start") == start
-    assert ("routed_experts" in choice) == (start is not None)
 
 
 def has_odd_tool_call(body: dict[str, Any]) -> bool:
@@ -272,7 +204,7 @@ ARGUMENTS = st.fixed_dictionaries(
         LAST: st.sampled_from([True, 0, "true", "yes", 2, None]),
         ASK: st.one_of(st.sampled_from([True, False, 0, 1, "true", None]), st.integers()),
         START: st.one_of(
-            st.integers(-1, 21),
+            st.integers(-1, len(PROMPT) + 1),
             st.floats(allow_nan=False, allow_infinity=False),
             st.booleans(),
             st.text(),
@@ -290,7 +222,7 @@ def repair(
 ) -> None:
     """Give a generated request the model, a prompt and arguments of the right form."""
     body["model"] = server.checkpoint
-    for name, value in ENDPOINTS[path].items():
+    for name, value in BODIES[path].items():
         if name == "sampling_params":
             body[name] = {**body[name], **value} if isinstance(body.get(name), dict) else {**value}
         else:
@@ -301,7 +233,7 @@ def repair(
         find(body, place).update(added)
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("path", BODIES)
 def test_requests_from_the_schema_do_no_harm(
     server: Server, line: str, check_server: Callable[[], None], path: str
 ) -> None:
@@ -309,13 +241,7 @@ def test_requests_from_the_schema_do_no_harm(
     answered = set()
 
     @seed(SEED)
-    @settings(
-        max_examples=EXAMPLES[line],
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(FUZZ, max_examples=EXAMPLES[line])
     @given(
         case=schema[path]["POST"].as_strategy(),
         arguments=ARGUMENTS,
@@ -343,11 +269,6 @@ def test_requests_from_the_schema_do_no_harm(
     assert {200, 400} <= answered
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=3,
-)
 # Any value of any argument. Others are valid, so that requests reach the engine.
 ANYTHING = st.one_of(
     st.just({}),
@@ -409,17 +330,8 @@ def test_arguments_of_any_value_do_no_harm_on_any_endpoint(
     has_place = endpoint.lines[line] == endpoints.ROWS
 
     @seed(SEED)
-    @settings(
-        max_examples=40,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(
-        data=st.data(),
-        stream=st.booleans() if endpoint.stream else st.just(False),
-    )
+    @FUZZ
+    @given(data=st.data(), stream=st.booleans() if endpoint.stream else st.just(False))
     def send(data: st.DataObject, stream: bool) -> None:
         # Two tokens are enough for two chunks. Steps take most of the time of this test.
         text = re.sub(r'(max_(?:output_)?tokens": )4', r"\g<1>2", json.dumps(endpoint.body))
