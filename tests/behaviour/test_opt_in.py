@@ -12,7 +12,6 @@ import pytest
 from tests.behaviour.conftest import (
     as_prompts,
     ask,
-    assert_true_rows,
     make_params,
     random_prompt,
     running,
@@ -44,16 +43,6 @@ def off(model: Path) -> Iterator[LLM]:
 def generate(llm: LLM, *extra_args: dict[str, Any] | None) -> list[RequestOutput]:
     each = [{"extra_args": own} for own in extra_args]
     return ask(llm, *PROMPTS[: len(each)], each=each, logprobs=3)
-
-
-def test_those_that_ask_get_rows_and_the_silent_none(llm: LLM, model: Path) -> None:
-    asks = [True, False, True, None, True, None]
-    outputs = generate(llm, *[{"return_routed_experts": own} for own in asks])
-    for prompt, output, asked in zip(PROMPTS, outputs, asks, strict=True):
-        if asked:
-            assert_true_rows(model, prompt, output.outputs[0])
-        else:
-            assert output.outputs[0].routed_experts is None
 
 
 def test_tokens_and_logprobs_are_the_same_whoever_asks(llm: LLM, off: LLM) -> None:

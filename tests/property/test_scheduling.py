@@ -552,17 +552,6 @@ def test_every_request_gets_exactly_its_rows(setup: Setup, examples: int) -> Non
     interleave()
 
 
-def test_group_of_one_pass_prefills_its_prompt_once() -> None:
-    engine = Engine(Setup(depth=2, num_blocks=80, chunk=64))
-    prompt = list(range(3 * BLOCK + 1))
-    engine.add_group(prompt, 3, 4)
-    engine.schedule([])
-    scheduled, _ = engine.on_the_way[0]
-    assert scheduled.total_num_scheduled_tokens == len(prompt) + 3
-    engine.drain()
-    engine.check()
-
-
 def test_cached_prefix_is_used_with_decode_context_parallel() -> None:
     """All ranks together have one block of the prefix cache."""
     engine = Engine(Setup(context_parallel=2, num_blocks=80, chunk=64))
@@ -628,19 +617,5 @@ def test_prefix_that_a_silent_request_cached_is_computed_again_once() -> None:
         engine.on_the_way.append((scheduled, engine.worker.execute(scheduled)))
         for _ in range(4):
             engine.schedule([])
-    engine.drain()
-    engine.check()
-
-
-@pytest.mark.parametrize("steps", range(1, 2 * BLOCK + 2))
-def test_request_that_is_left_alone_stores_its_blocks(steps: int) -> None:
-    engine = Engine(Setup(num_blocks=80, chunk=64))
-    for first in (1, 2):
-        engine.add(list(range(first, first + 2 * BLOCK)), 4 * BLOCK)
-    for _ in range(steps):
-        engine.schedule([])
-    engine.abort(1)
-    engine.drain()
-    engine.add_turn(0, [1], 1)
     engine.drain()
     engine.check()

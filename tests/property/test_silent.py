@@ -4,12 +4,8 @@
 from __future__ import annotations
 
 import tracemalloc
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from vllm.model_executor.layers.fused_moe.routed_experts_capture import RoutedExpertsCapturer
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.engine import EngineCoreOutputs
@@ -68,21 +64,3 @@ def test_nothing_is_kept_or_allocated(engine: Engine) -> None:
     assert not engine.manager.steps_in_flight
     assert not engine.manager.rows.is_usable.any()
     assert engine.manager.take_stats() is None
-
-
-class Untouched:
-    """Fails whoever uses it."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"a silent step uses {name}")
-
-
-@pytest.mark.parametrize(
-    "asking", [set(), {"elsewhere"}], ids=["nobody asks", "those who ask are not scheduled"]
-)
-def test_worker_takes_no_rows(asking: set[str]) -> None:
-    capturer = RoutedExpertsCapturer(1, 8, 2, 8, (0,), torch.device("cpu"))
-    capturer.req_ids = asking
-    capturer.buffer = Untouched()  # type: ignore[assignment]
-    batch = SimpleNamespace(req_ids=Untouched(), req_id_to_index={"a": 0, "b": 1})
-    assert capturer.take_rows(batch, Untouched(), Untouched(), 2) is None  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of vLLM with the capturer bound to them, without an engine.
+"""What of the capture needs a kernel that no CPU has, with stand-ins for it.
 
-The MoE kernel of the CPU engine selects experts itself and never calls these routers. The other
-routers, and how ids reach the buffer, are tested in the series, by
+Other routers, and how ids reach the buffer, are tested in the series, by
 `tests/model_executor/test_routed_experts_buffer.py`.
 """
 
@@ -11,64 +10,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import vllm._custom_ops as ops
-import vllm.model_executor.layers.fused_moe.layer as layers
 import vllm.model_executor.layers.fused_moe.routed_experts_capture as capturers
-import vllm.model_executor.layers.fused_moe.routed_experts_pipeline as pipeline
-from transformers.models.llama4.modeling_llama4 import Llama4Router
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
-from vllm.model_executor.models.llama4 import Llama4MoE
 
-TOKENS, EXPERTS, HIDDEN, LAYER = 50, 16, 8, 1
-
-
-@pytest.fixture
-def select(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
-    """Makes a router, lets it select, and returns the rows of its layer."""
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 3),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
-        parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
-    )
-
-    class Layer(torch.nn.Module):
-        layer_id = LAYER
-        layer_name = f"model.layers.{LAYER}.mlp.experts"
-        is_sequence_parallel = False
-        logical_num_experts = EXPERTS
-        quant_method = SimpleNamespace(supports_routed_experts_capture=True)
-
-        def __init__(self, router: Any) -> None:
-            super().__init__()
-            self.router, self.top_k = router, router.top_k
-
-    monkeypatch.setattr(layers, "FusedMoE", Layer)
-    # One process, one micro-batch.
-    context = SimpleNamespace(dp_metadata=None, token_offset=0)
-    monkeypatch.setattr(capturers, "get_forward_context", lambda: context)
-    monkeypatch.setattr(pipeline, "get_pp_group", lambda: SimpleNamespace(world_size=1))
-    monkeypatch.setattr(capturers, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
-
-    def select(logits: torch.Tensor, input_ids: Any = None, **options: Any) -> torch.Tensor:
-        router = create_fused_moe_router(global_num_experts=EXPERTS, **options)
-        model = torch.nn.ModuleList([Layer(router)])
-        capturer = capturers.RoutedExpertsCapturer.bind(model, config, torch.device("cpu"))
-        hidden = torch.zeros(len(logits), HIDDEN)
-        router.select_experts(hidden_states=hidden, router_logits=logits, input_ids=input_ids)
-        return capturer.snapshot(TOKENS)[:, LAYER].long()
-
-    return select
+TOKENS, EXPERTS, TOP_K, LAYER = 50, 16, 4, 1
 
 
-def test_rows_of_hashed_tokens_are_those_of_the_table(
-    select: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_hashed_tokens_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek-V4: some layers select by the token id alone. A stand-in for the CUDA kernel fills
     the memory that it gets."""
 
@@ -76,22 +30,25 @@ def test_rows_of_hashed_tokens_are_those_of_the_table(
         ids.as_strided(ids.shape, (ids.shape[1], 1)).copy_(table[tokens])
 
     monkeypatch.setattr(ops, "topk_hash_softplus_sqrt", kernel)
-    table = torch.stack([torch.randperm(EXPERTS)[:4] for _ in range(100)]).int()
+    # One process, one micro-batch.
+    context = SimpleNamespace(dp_metadata=None, token_offset=0)
+    monkeypatch.setattr(capturers, "get_forward_context", lambda: context)
+    table = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(100)]).int()
     tokens = torch.randint(100, (TOKENS,))
-    options = {"top_k": 4, "scoring_func": "sqrtsoftplus", "hash_indices_table": table}
-    rows = select(torch.randn(TOKENS, EXPERTS), tokens, **options)
-    assert torch.equal(rows, table[tokens].long())
-
-
-def test_rows_of_llama_4_are_those_of_transformers(select: Callable[..., torch.Tensor]) -> None:
-    """Without an engine, because its CPU kernel is missing."""
-    config = SimpleNamespace(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=1)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(2)
-        scores, logits = Llama4Router(config)(torch.randn(TOKENS, HIDDEN))
-    rows = select(logits, top_k=1, custom_routing_function=Llama4MoE.custom_routing_function)
-    # Its router scores all experts but the chosen one zero.
-    assert torch.equal(rows[:, 0], scores.argmax(-1))
+    capturer = capturers.RoutedExpertsCapturer(
+        3, TOKENS, TOP_K, EXPERTS, (LAYER,), torch.device("cpu")
+    )
+    router = create_fused_moe_router(
+        global_num_experts=EXPERTS,
+        top_k=TOP_K,
+        scoring_func="sqrtsoftplus",
+        hash_indices_table=table,
+    )
+    router.set_capture_fn(
+        partial(capturer.capture, LAYER), partial(capturer.get_topk_ids_out, LAYER)
+    )
+    router.select_experts(torch.zeros(TOKENS, 8), torch.randn(TOKENS, EXPERTS), input_ids=tokens)
+    assert torch.equal(capturer.snapshot(TOKENS)[:, LAYER].long(), table[tokens].long())
 
 
 SNAPSHOT = """
