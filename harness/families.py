@@ -27,6 +27,14 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 TOP_K = 4
+# Configuration fields that count the routed experts: the first one that is there.
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "ffn_config.moe_num_experts",
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,6 @@ class Family:
         name: with which the names of its classes in `transformers` begin.
         router: a router's name inside its decoder layer. Releases of `transformers` differ: the
             first name that is there.
-        experts: configuration field that counts the routed experts.
         settings: configuration fields on top of `COMMON`.
         top_k: configuration field of the top-k, a number or one for each layer.
         scores: what the router chooses its top-k by, plus a correction bias if it has one:
@@ -52,7 +59,6 @@ class Family:
 
     name: str
     router: tuple[str, ...] = ("mlp.gate",)
-    experts: str = "num_experts"
     settings: Mapping[str, Any] = field(default_factory=dict)
     top_k: str = "num_experts_per_tok"
     scores: str = "logits"
@@ -125,7 +131,6 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "Mixtral",
         router=("block_sparse_moe.gate", "mlp.gate"),
-        experts="num_local_experts",
         settings={"head_dim": 32, **_TWO_OF_EIGHT, "sliding_window": None},
     ),
     "olmoe": Family(
@@ -141,18 +146,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         "Glm4Moe",
-        experts="n_routed_experts",
         settings={**_SHARED, "head_dim": 32, "use_qk_norm": True},
         scores="sigmoid",
     ),
     "deepseek_v2": Family(
         "DeepseekV2",
-        experts="n_routed_experts",
         settings={**_SHARED, **_MLA, "topk_method": "greedy", "norm_topk_prob": False},
     ),
     "deepseek_v3": Family(
         "DeepseekV3",
-        experts="n_routed_experts",
         # transformers' class has no other method; vLLM reads it from the configuration.
         settings={**_SHARED, **_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         scores="sigmoid",
@@ -160,7 +162,6 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         "GptOss",
         router=("mlp.router",),
-        experts="num_local_experts",
         settings={
             "head_dim": 32,
             **_LOCAL,
@@ -234,19 +235,15 @@ FAMILIES |= {
             "norm_topk_prob": False,
         },
     ),
-    "granitemoe": Family(
-        "GraniteMoe", router=_GRANITE_ROUTER, experts="num_local_experts", settings=_GRANITE
-    ),
+    "granitemoe": Family("GraniteMoe", router=_GRANITE_ROUTER, settings=_GRANITE),
     "granitemoeshared": Family(
         "GraniteMoeShared",
         router=_GRANITE_ROUTER,
-        experts="num_local_experts",
         settings={**_GRANITE, "shared_intermediate_size": 64},
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybrid",
         router=_GRANITE_ROUTER,
-        experts="num_local_experts",
         settings={
             **_GRANITE,
             "shared_intermediate_size": 64,
@@ -263,7 +260,6 @@ FAMILIES |= {
     "phimoe": Family(
         "Phimoe",
         router=("block_sparse_moe.gate", "mlp.router"),
-        experts="num_local_experts",
         settings={
             **_TWO_HEADS,
             **_TWO_OF_EIGHT,
@@ -274,7 +270,6 @@ FAMILIES |= {
     ),
     "dots1": Family(
         "Dots1",
-        experts="n_routed_experts",
         settings={
             **_SHARED,
             "head_dim": 32,
@@ -289,7 +284,6 @@ FAMILIES |= {
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_Moe",
-        experts="moe_num_experts",
         top_k="moe_k",
         settings={
             "head_dim": 32,
@@ -323,7 +317,6 @@ FAMILIES |= {
         "Llama4",
         text=True,
         router=("feed_forward.router",),
-        experts="num_local_experts",
         settings=_LLAMA4,
     ),
     "exaone_moe": Family(
@@ -356,7 +349,6 @@ FAMILIES |= {
     ),
     "minimax_m2": Family(
         "MiniMaxM2",
-        experts="num_local_experts",
         settings={
             "head_dim": 32,
             **_LOCAL,
@@ -390,13 +382,10 @@ FAMILIES |= {
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLite",
-        experts="n_routed_experts",
         settings={**_SHARED, **_MLA, "q_lora_rank": 32},
         scores="sigmoid",
     ),
-    "granitemoe_swa": Family(
-        "GraniteMoeSWA", router=_GRANITE_ROUTER, experts="num_local_experts", settings=_GRANITE
-    ),
+    "granitemoe_swa": Family("GraniteMoeSWA", router=_GRANITE_ROUTER, settings=_GRANITE),
     "hy_v3": Family(
         "HYV3",
         settings={
@@ -414,7 +403,6 @@ FAMILIES |= {
     "llama4": Family(
         "Llama4",
         router=("feed_forward.router",),
-        experts="num_local_experts",
         settings=_LLAMA4,
         layers="language_model.model.layers",
         vision={
@@ -445,7 +433,6 @@ FAMILIES |= {
     ),
     "glm4v_moe": Family(
         "Glm4vMoe",
-        experts="n_routed_experts",
         settings={
             **_SHARED,
             "head_dim": 32,
@@ -470,12 +457,10 @@ FAMILIES |= {
     ),
     "minimax": Family(
         "MiniMax",
-        experts="num_local_experts",
         settings={"head_dim": 32, **_TWO_OF_EIGHT, "layer_types": ["full_attention"] * 4},
     ),
     "solar_open": Family(
         "SolarOpen",
-        experts="n_routed_experts",
         settings={
             "head_dim": 32,
             "n_routed_experts": 16,
@@ -490,7 +475,6 @@ FAMILIES |= {
     "dbrx": Family(
         "Dbrx",
         router=("ffn.router.layer",),
-        experts="ffn_config.moe_num_experts",
         top_k="ffn_config.moe_top_k",
         settings={
             "d_model": 64,
@@ -509,7 +493,6 @@ FAMILIES |= {
     ),
     "mimo_v2_flash": Family(
         "MiMoV2Flash",
-        experts="n_routed_experts",
         settings={
             "head_dim": 32,
             "v_head_dim": 32,
@@ -547,7 +530,6 @@ FAMILIES |= {
     ),
     "mellum": Family(
         "Mellum",
-        experts="num_local_experts",
         settings={
             "head_dim": 32,
             "num_local_experts": 16,
@@ -571,7 +553,6 @@ FAMILIES |= {
     "aria": Family(
         "Aria",
         router=("mlp.router",),
-        experts="moe_num_experts",
         top_k="moe_topk",
         # Its configuration takes the dictionary of the text model by this name.
         settings={"model_type": "aria_text", **_ARIA},
@@ -588,7 +569,6 @@ FAMILIES |= {
     "aria_text": Family(
         "AriaText",
         router=("mlp.router",),
-        experts="moe_num_experts",
         top_k="moe_topk",
         settings=_ARIA,
     ),
@@ -601,11 +581,12 @@ FAMILIES |= {
 }
 
 
-def find(layer: Any, names: Sequence[str]) -> Any:
-    """What the first of these names is in a decoder layer, None if none is there."""
+def find(owner: Any, names: Sequence[str]) -> Any:
+    """What the first of these names is in a decoder layer or a configuration, None if none is
+    there."""
     for name in names:
         try:
-            return attrgetter(name)(layer)
+            return attrgetter(name)(owner)
         except AttributeError:
             continue
     return None

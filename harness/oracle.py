@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.checkpoint import family_of
-from harness.families import find
+from harness.families import EXPERTS, find
 
 # Two float32 implementations add in different orders: closer than this at the k-th place,
 # either choice is right.
@@ -145,10 +145,10 @@ class Oracle:
         layers = self._model.get_submodule(self._family.layers)
         self.num_layers = len(layers)
         config = self._model.config.get_text_config()
-        self.num_experts = int(attrgetter(self._family.experts)(config))
+        self.num_experts = int(find(config, EXPERTS))
         top_k = attrgetter(self._family.top_k)(config)
-        self._top_ks = top_k if isinstance(top_k, list) else [top_k] * self.num_layers
-        self.top_k = max(self._top_ks)
+        self.top_ks = top_k if isinstance(top_k, list) else [top_k] * self.num_layers
+        self.top_k = max(self.top_ks)
         routing = []
         for index, layer in enumerate(layers):
             router = find(layer, self._family.router)
@@ -199,19 +199,20 @@ class Oracle:
         if bias is not None:
             scores = scores + bias.flatten()
         if ids is None:
-            ids = scores.topk(self._top_ks[layer], dim=-1).indices
+            ids = scores.topk(self.top_ks[layer], dim=-1).indices
         ids = F.pad(ids.sort(dim=-1).values, (0, self.top_k - ids.shape[-1]), mode="replicate")
         self._seen[layer] = (ids.numpy(), scores.numpy())
 
 
 @functools.lru_cache(maxsize=4)
-def _oracle(checkpoint: Path) -> Oracle:
+def load(checkpoint: Path | str) -> Oracle:
+    """The oracle of a checkpoint. The last few ones stay loaded."""
     return Oracle(checkpoint)
 
 
 def route(checkpoint: Path | str, token_ids: Sequence[int]) -> Routes:
     """`Oracle.route` of a checkpoint that stays loaded between calls."""
-    return _oracle(Path(checkpoint).resolve()).route(token_ids)
+    return load(checkpoint).route(token_ids)
 
 
 def compare(

@@ -19,7 +19,7 @@ import transformers
 from demos.replay import mismatch, report, trainers
 from examples.client import Completion
 from examples.replay import OWN, ReplayError, pad_routes, replay
-from harness.families import FAMILIES, find
+from harness.families import EXPERTS, FAMILIES, find
 from harness.oracle import route
 from tests.unit.test_client import LAYERS, TOP_K, make_choice, make_rows, read
 
@@ -67,7 +67,7 @@ def random_routes(model: Any, family: str, tokens: torch.Tensor) -> torch.Tensor
     """A random set of experts for every token and layer; a layer that takes fewer than the
     widest repeats its last."""
     ks, rng = top_ks(model, family), np.random.default_rng(1)
-    experts = getattr(model.config, FAMILIES[family].experts)
+    experts = find(model.config, EXPERTS)
     routes = torch.zeros(*tokens.shape, len(ks), max(ks), dtype=torch.int64)
     for *at, layer in np.ndindex(*routes.shape[:3]):
         ids = rng.permutation(experts)[: ks[layer]]
