@@ -52,33 +52,13 @@ def committed() -> list[str]:
     return [name for name in listing.stdout.split("\0") if (ROOT / name).is_file()]
 
 
-def texts(names: list[str]) -> dict[str, str]:
-    """Contents of those files that are text, by name."""
-    found = {}
-    for name in names:
-        data = (ROOT / name).read_bytes()
-        if b"\0" not in data:
-            found[name] = data.decode("utf-8", errors="replace")
-    return found
-
-
-def pinned(name: str) -> dict[str, tuple[str, int]]:
-    """Version and number of digests of every requirement of a lock file.
-
-    A requirement is one logical line: name, version, then one ``--hash`` after the other.
-    """
-    lines = re.sub(r"\\\n\s*", "", read(name)).splitlines()
-    lock: dict[str, tuple[str, int]] = {}
-    for line in lines:
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        if line.startswith("-r "):
-            lock |= pinned(f"requirements/{line[3:]}")
-            continue
-        requirement, *options = line.split()
-        distribution, _, version = requirement.partition("==")
-        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", option) for option in options), line
-        lock[canonicalize_name(distribution)] = (version, len(options))
+def pinned(name: str) -> dict[str, str]:
+    """The version of every requirement of a lock file. `pip` and `uv` check its digests."""
+    lock: dict[str, str] = {}
+    for included in re.findall(r"^-r (\S+)", read(name), re.MULTILINE):
+        lock |= pinned(f"requirements/{included}")
+    for distribution, version in re.findall(r"^([\w.-]+)==(\S+)", read(name), re.MULTILINE):
+        lock[canonicalize_name(distribution)] = version
     return lock
 
 
@@ -90,13 +70,10 @@ def targets() -> list[str]:
 # --- Makefile, README ----------------------------------------------------------------------------
 
 
-def listed(*arguments: str) -> list[str]:
-    return re.findall(r"^  ([\w.-]+) +\S.*$", make(*arguments).stdout, re.MULTILINE)
-
-
 def test_help_all_lists_every_target_once() -> None:
+    listed = re.findall(r"^  ([\w.-]+) +\S.*$", make("help-all").stdout, re.MULTILINE)
     assert len(targets()) > 10
-    assert sorted(listed("help-all")) == sorted(targets())
+    assert sorted(listed) == sorted(targets())
 
 
 @pytest.mark.parametrize("target", targets())
@@ -110,13 +87,6 @@ def test_make_commands_in_prose_exist(name: str) -> None:
     code = re.findall(r"```.*?```|`[^`\n]+`", read(name), re.DOTALL)
     named = {target for text in code for target in re.findall(r"\bmake ([a-z][a-z-]*)", text)}
     assert named <= set(targets())
-
-
-def test_files_named_in_prose_exist() -> None:
-    for name in PROSE:
-        for link in re.findall(r"\]\(([^)#\s]+)", read(name)):
-            if "://" not in link:
-                assert (ROOT / name).parent.joinpath(link).exists(), f"{name} links {link}"
 
 
 def test_the_submodule_is_at_the_pinned_commit() -> None:
@@ -139,23 +109,18 @@ def test_documentation_is_that_of_the_series() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in ROOT.glob("requirements/*.txt")))
-def test_lock_is_complete_and_names_no_place(name: str) -> None:
-    lock = pinned(f"requirements/{name}.txt")
-    assert lock
-    assert all(version and digests for version, digests in lock.values())
+def test_lock_names_no_place(name: str) -> None:
     assert "://" not in read(f"requirements/{name}.txt")
 
 
 @pytest.mark.parametrize("name", ["environment", "cpu", "cuda"])
 def test_lock_has_the_installer_that_installs_it(name: str) -> None:
-    ((installer, (version, _)),) = pinned("requirements/bootstrap.txt").items()
-    assert pinned(f"requirements/{name}.txt")[installer][0] == version
+    ((installer, version),) = pinned("requirements/bootstrap.txt").items()
+    assert pinned(f"requirements/{name}.txt")[installer] == version
 
 
 def test_lock_is_what_is_installed() -> None:
-    wanted = {
-        package: version for package, (version, _) in pinned("requirements/environment.txt").items()
-    }
+    wanted = pinned("requirements/environment.txt")
     installed: dict[str, str] = {}
     for distribution in metadata.distributions():
         # The first on the path counts: setuptools appends what it carries itself.
@@ -185,7 +150,7 @@ def test_lock_meets_its_input_and_vllm(name: str, python: str, sources: list[str
             requirement = Requirement(text)
             if requirement.marker and not requirement.marker.evaluate(target):
                 continue
-            version, _ = lock[canonicalize_name(requirement.name)]
+            version = lock[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version, prereleases=True), text
 
 
@@ -211,6 +176,7 @@ def registries() -> list[str]:
 def test_no_committed_file_names_a_registry_or_a_place_on_this_machine() -> None:
     home = str(Path.home())
     words = [*registries(), f"{ROOT}/", *[f"{home}/"] * (home not in ("/", "/tmp"))]
-    for name, text in texts([n for n in committed() if not n.endswith(".patch")]).items():
+    for name in committed():
+        text = "" if name.endswith(".patch") else (ROOT / name).read_text(errors="replace")
         for word in words:
             assert word not in text, f"{name} names {word}"
