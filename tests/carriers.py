@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from examples.client import decode_rows
 from harness.server import Server
 from tests import endpoints
 from tests.behaviour.test_endpoints import find_errors
+from tests.clients.driving import encode
 
 KEY = "prompt_routed_experts"
 ASK = endpoints.ASK
@@ -90,49 +91,33 @@ def to_text(file: bytes) -> str:
     return base64.b64encode(file).decode()
 
 
-def npy(rows: np.ndarray) -> str:
-    file = io.BytesIO()
-    np.save(file, rows)
-    return to_text(file.getvalue())
-
-
-def archive(rows: np.ndarray) -> str:
-    file = io.BytesIO()
-    np.savez(file, rows)
-    return to_text(file.getvalue())
-
-
 def hostile_texts(text: str) -> Iterator[tuple[str, Any]]:
     """Values of `routed_experts` that cannot be rows, from the true one."""
     rows = decode_rows(text)
     file = base64.b64decode(text)
     for name, dtype in (("int32", "i4"), ("int64", "i8"), ("float", "f4"), ("bool", "?")):
-        yield name, npy(rows.astype(dtype))
-    yield "big-endian", npy(rows.astype(">u2"))
-    yield "structured", npy(np.zeros(len(rows), [("a", "u1")]))
-    yield "no layers", npy(rows[:, :0])
-    yield "a layer more", npy(np.repeat(rows, 2, axis=1))
-    yield "two dimensions", npy(rows[0])
-    yield "four dimensions", npy(rows[None])
-    yield "no dimension", npy(rows[0, 0, 0])
-    yield "no top-k", npy(rows[:, :, :0])
-    yield "a row more", npy(np.concatenate((rows, rows[:1])))
-    yield "ids out of range", npy(np.full_like(rows, 255))
-    yield "another order", npy(np.asfortranarray(rows))
+        yield name, encode(rows.astype(dtype))
+    yield "big-endian", encode(rows.astype(">u2"))
+    yield "structured", encode(np.zeros(len(rows), [("a", "u1")]))
+    yield "no layers", encode(rows[:, :0])
+    yield "a layer more", encode(np.repeat(rows, 2, axis=1))
+    yield "two dimensions", encode(rows[0])
+    yield "four dimensions", encode(rows[None])
+    yield "no dimension", encode(rows[0, 0, 0])
+    yield "no top-k", encode(rows[:, :, :0])
+    yield "a row more", encode(np.concatenate((rows, rows[:1])))
+    yield "ids out of range", encode(np.full_like(rows, 255))
+    yield "another order", encode(np.asfortranarray(rows))
     # numpy.load would run code to read these objects.
-    pickled = io.BytesIO()
-    np.save(pickled, np.full(rows.shape, None, dtype=object), allow_pickle=True)
-    yield "objects", to_text(pickled.getvalue())
-    yield "archive", archive(rows)
+    yield "objects", encode(np.full(rows.shape, None, dtype=object))
+    yield "archive", encode(rows, np.savez)
     lengths = f"({len(rows)}, ".encode()
     for number in (b"99999999999", b"-1", b"1e9", b"'x'", b"None"):
         changed = file.replace(lengths, b"(" + number + b", ")
         yield f"{number.decode()} rows", to_text(changed)
     yield "header that is code", to_text(file[:10] + b"__import__('os')" + file[26:])
     yield "header that is nested", to_text(file[:10] + b"[" * 118 + file[128:])
-    second = io.BytesIO()
-    np.lib.format.write_array(second, rows, version=(2, 0))
-    yield "version 2.0", to_text(second.getvalue())
+    yield "version 2.0", encode(rows, partial(np.lib.format.write_array, version=(2, 0)))
     yield "half a header", to_text(file[:60])
     yield "half the rows", to_text(file[: len(file) // 2 + 50])
     yield "more after the rows", to_text(file + b"x")
@@ -220,7 +205,7 @@ def test_prompt_rows_that_say_nothing_or_what_is_known_are_taken(
 ) -> None:
     valid = get_valid(server, path)
     odd = {"moe_layers": [[[]]], "num_prompt_tokens": -1, "more": {"a": [None]}}
-    empty = npy(decode_rows(valid["routed_experts"])[:0])
+    empty = encode(decode_rows(valid["routed_experts"])[:0])
     texts = [json.dumps(c) for c in (None, True, False, valid, {**valid, **odd})]
     texts.append(json.dumps({**valid, "routed_experts": empty}))
     for text in texts:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client checks what it reads. test_server.py tests it with a server."""
+"""The client checks what it reads. test_openai.py tests it with a server."""
 
 from __future__ import annotations
 
 import base64
-import io
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +13,12 @@ import pytest
 
 from examples import client
 from examples.client import Completion, RoutedExpertsError, decode_rows, join
+from tests.clients.driving import encode
 from tests.stub import Stub
 
 PROMPT, SAMPLED = [5, 6, 7, 8], [9, 10, 11]
 LAYERS, TOP_K = 3, 2
 MOE_LAYERS = [0, 2]
-
-
-def encode(array: np.ndarray, save: Callable[..., None] = np.save) -> str:
-    file = io.BytesIO()
-    save(file, array)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def make_rows(count: int, dtype: type = np.uint8) -> np.ndarray:
