@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -23,9 +22,6 @@ from harness.server import Server, ServerError
 from tests.behaviour.conftest import CHUNK
 from tests.behaviour.test_layouts import ask_all, assert_true
 from tests.real import PROJECT
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.slow
 

@@ -82,13 +82,9 @@ CLIENTS = {
         (*ENGINES, "several turns, resent", "abort and resume"), VERL, "vLLMHttpServer"
     ),
     "SkyRL": Client((*EACH, "several turns", "n > 1"), ("skyrl",)),
-    # On the first line it does not start.
-    **(
-        {}
-        if LINE == FIRST
-        else {"SkyRL, its server": Client((*ENGINES, "several turns"), ("skyrl",), "HTTP server")}
-    ),
 }
+if LINE != FIRST:  # it does not start on the first line
+    CLIENTS["SkyRL, its server"] = Client((*ENGINES, "several turns"), ("skyrl",), "HTTP server")
 
 
 def without_last_row(turns: list[Turn]) -> None:

@@ -111,15 +111,10 @@ class Tap:
 
 
 @pytest.fixture(scope="module")
-def patch() -> Iterator[pytest.MonkeyPatch]:
+def tap() -> Iterator[Tap]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def tap(patch: pytest.MonkeyPatch) -> Tap:
-    return Tap(patch)
+        yield Tap(patch)
 
 
 @pytest.fixture(scope="module")
