@@ -565,45 +565,6 @@ def test_cached_prefix_is_used_with_decode_context_parallel() -> None:
     engine.check()
 
 
-def test_step_from_before_a_resumption_replaces_no_row() -> None:
-    """The step's output comes after the request was resumed. Meanwhile another request has computed
-    more of the prefix. That is too rare for random operations."""
-    engine = Engine(Setup(depth=5, num_blocks=80, chunk=2 * BLOCK))
-    scheduler = engine.scheduler
-    prompt = list(range(6 * BLOCK + 1))
-    engine.add(prompt, 3)
-    engine.schedule([])
-    (preempted,) = scheduler.running
-    scheduler.running.clear()
-    scheduler._preempt_request(preempted, 0.0)
-    scheduler.waiting.remove_request(preempted)
-    engine.add(prompt, 3)
-    engine.schedule([])
-    engine.schedule([])
-    (other,) = scheduler.running
-    scheduler.running.clear()
-    scheduler.waiting.prepend_request(preempted)
-    engine.schedule([])
-    scheduled, _ = engine.on_the_way[-1]
-    assert scheduled.scheduled_cached_reqs.num_computed_tokens == [4 * BLOCK]
-    scheduler.running.append(other)
-    engine.drain()
-    engine.check()
-
-
-@pytest.mark.parametrize("name", ["drafts", "asynchronous drafts"])
-def test_rows_of_rejected_drafts_are_not_stored(name: str) -> None:
-    """A block is cached once its last token is known, while a draft's row may be in its place."""
-    engine = Engine(SETUPS[name])
-    engine.add([1, 2, 3], 12)
-    while engine.scheduler.has_unfinished_requests():
-        engine.schedule([False] * engine.setup.drafts)
-        engine.deliver()
-    engine.add_turn(0, [1], 1)
-    engine.drain()
-    engine.check()
-
-
 def test_prefix_that_a_silent_request_cached_is_computed_again_once() -> None:
     """The silent request still uses its blocks."""
     engine = Engine(Setup(num_blocks=80, chunk=64))
