@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 TOP_K = 4
-# Configuration fields that count the routed experts: the first one that is there.
+# The first of these fields in a configuration counts its routed experts.
 EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -114,6 +114,8 @@ _TWO_OF_EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate
 _GRANITE = {**_TWO_HEADS, **_LOCAL}
 _GRANITE_ROUTER = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 512}
+_TOWER = {"hidden_size": 64, "intermediate_size": 64}
+_TOWER |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
 _VISION |= {"out_hidden_size": 64}
 
@@ -422,14 +424,7 @@ FAMILIES |= {
         top_k="top_k_experts",
         settings=_GEMMA4,
         layers="model.language_model.layers",
-        vision={
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-        },
+        vision={**_TOWER, "num_key_value_heads": 2, "head_dim": 32},
     ),
     "glm4v_moe": Family(
         "Glm4vMoe",
@@ -557,14 +552,7 @@ FAMILIES |= {
         # Its configuration takes the dictionary of the text model by this name.
         settings={"model_type": "aria_text", **_ARIA},
         layers="model.language_model.layers",
-        vision={
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        vision={**_TOWER, "image_size": 28, "patch_size": 14},
     ),
     "aria_text": Family(
         "AriaText",

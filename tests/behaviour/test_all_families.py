@@ -30,7 +30,7 @@ CASES = {
     "top_1": ("qwen3_moe", {"num_experts_per_tok": 1}),
     "300_experts": ("qwen3_moe", LARGE),
 }
-# Of different forms of rows. The others take minutes together.
+# These have different forms of rows. The others take minutes together.
 QUICK = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "hunyuan_v1_moe", "top_1", "300_experts")
 
 
@@ -72,7 +72,7 @@ def assert_form(
 
     Args:
         completion: of the model.
-        layers: those that route.
+        layers: layers that route.
         top_ks: of every decoder layer, the others included.
         experts: number of all experts of a layer.
     """

@@ -191,7 +191,7 @@ def assert_has_all_rows(engine: Any, req_id: str) -> None:
 
 
 def check_nothing_is_left(engine: Any) -> None:
-    """Of requests that ended, only stored rows that the scheduler counts are left."""
+    """After all requests have ended, only stored rows that the scheduler counts are left."""
     engine.step([])  # brings the worker the end of the last requests
     worker_side, scheduler_side = worker(engine), engine.scheduler.aux_output_connector
     worker_side._store._queue.join()

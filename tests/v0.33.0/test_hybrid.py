@@ -32,7 +32,12 @@ from tests.behaviour.conftest import (  # noqa: F401
     running,
     scheduler_of,
 )
-from tests.behaviour.test_families import Case, Served, assert_own_rows
+from tests.behaviour.test_families import (  # noqa: F401
+    Case,
+    Served,
+    assert_own_rows,
+    test_rows_are_what_the_logits_of_the_same_forward_choose,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -49,15 +54,17 @@ def lfm2(checkpoint: Callable[..., Path]) -> Iterator[Served]:
     case = Case("lfm2_moe", moe_layers=(1, 2, 3))
     model = checkpoint(case.family)
     with running(model, **HYBRID) as llm:
+        assert_hashes_are_finer(llm)
         yield Served(case, model, llm)
 
 
 @pytest.fixture(scope="module")
-def qwen3_next(checkpoint: Callable[..., Path]) -> Iterator[Served]:
+def recorded(checkpoint: Callable[..., Path]) -> Iterator[Served]:
     case = Case("qwen3_next")
     model = checkpoint(case.family)
     options = {"dtype": "bfloat16", "worker_extension_cls": "harness.recorder.Recorder"}
     with running(model, **HYBRID, **options) as llm:
+        assert_hashes_are_finer(llm)
         llm.collective_rpc("record_start")
         yield Served(case, model, llm)
 
@@ -80,7 +87,6 @@ def assert_hashes_are_finer(llm: LLM) -> None:
 
 
 def test_rows_of_lfm2_are_those_of_transformers(lfm2: Served) -> None:
-    assert_hashes_are_finer(lfm2.llm)
     prompts = [random_prompt(i, n) for i, n in enumerate((5, 2 * CHUNK + 9, BLOCK + 12, 1))]
     outputs = lfm2.ask(*prompts)
     silent, asking = ask_twice(lfm2, prompts[2])
@@ -89,34 +95,26 @@ def test_rows_of_lfm2_are_those_of_transformers(lfm2: Served) -> None:
     assert_all_true(lfm2.model, [*outputs, asking])
 
 
-def test_rows_of_qwen3_next_are_what_its_logits_choose(qwen3_next: Served) -> None:
-    assert_hashes_are_finer(qwen3_next.llm)
-    recorder.take(qwen3_next.llm)
-    prompt = random_prompt(30, 2 * CHUNK + BLOCK + 12)
-    (output,) = qwen3_next.ask(prompt, max_tokens=40)
-    assert_own_rows(qwen3_next, output.outputs[0], len(prompt) + 39)
-
-
-def test_rows_of_qwen3_next_after_a_cached_prefix_are_of_its_forward(qwen3_next: Served) -> None:
-    recorder.take(qwen3_next.llm)
+def test_rows_of_qwen3_next_after_a_cached_prefix_are_of_its_forward(recorded: Served) -> None:
+    recorder.take(recorded.llm)
     prompt = random_prompt(40, 2 * BLOCK + 12)
-    qwen3_next.ask(prompt)
-    (output,) = qwen3_next.ask([*prompt, *random_prompt(41, 20)])
+    recorded.ask(prompt)
+    (output,) = recorded.ask([*prompt, *random_prompt(41, 20)])
     assert output.num_cached_tokens == 2 * BLOCK
-    assert_own_rows(qwen3_next, output.outputs[0], len(prompt) + 20 + 7)
-    silent, _ = ask_twice(qwen3_next, prompt)
+    assert_own_rows(recorded, output.outputs[0], len(prompt) + 20 + 7)
+    silent, _ = ask_twice(recorded, prompt)
     assert silent.num_cached_tokens == 2 * BLOCK + HASH
 
 
-def test_rows_of_a_cached_prefix_stay_those_of_its_weights(qwen3_next: Served) -> None:
+def test_rows_of_a_cached_prefix_stay_those_of_its_weights(recorded: Served) -> None:
     """The weights change without a reset. A shorter prompt then computes some hash blocks again,
     and no KV block. The longer prompt's KV is of the old weights, and so are its rows."""
     prompt = random_prompt(50, 2 * BLOCK + 1)
-    (before,) = qwen3_next.ask(prompt, max_tokens=1)
-    qwen3_next.llm.collective_rpc("spread_routers", args=(0.5,))
-    recorder.take(qwen3_next.llm)
-    (part,) = qwen3_next.ask(prompt[: 2 * HASH], max_tokens=1)
-    (after,) = qwen3_next.ask([*prompt, *random_prompt(51, 5)], max_tokens=1)
+    (before,) = recorded.ask(prompt, max_tokens=1)
+    recorded.llm.collective_rpc("spread_routers", args=(0.5,))
+    recorder.take(recorded.llm)
+    (part,) = recorded.ask(prompt[: 2 * HASH], max_tokens=1)
+    (after,) = recorded.ask([*prompt, *random_prompt(51, 5)], max_tokens=1)
     assert part.num_cached_tokens == 0
     assert after.num_cached_tokens == 2 * BLOCK
     old, new, mixed = (output.outputs[0].routed_experts for output in (before, part, after))
