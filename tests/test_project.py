@@ -13,20 +13,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.real import PROJECT
-from tools.common.pin import DEFAULT_LINE
 
 ROOT = PROJECT.root
-PROSE = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "docs/clients.md",
-    "docs/prefill_decode.md",
-    "docs/repository.md",
-    f"docs/{DEFAULT_LINE}.md",
-    "docs/wheel.md",
-    "examples/clients/README.md",
-]
+PROSE = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/clients/*.md")]
 
 
 def read(name: str) -> str:
@@ -82,9 +71,9 @@ def test_target_can_be_planned(target: str) -> None:
     assert plan.returncode == 0, plan.stderr
 
 
-@pytest.mark.parametrize("name", PROSE)
-def test_make_commands_in_prose_exist(name: str) -> None:
-    code = re.findall(r"```.*?```|`[^`\n]+`", read(name), re.DOTALL)
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_make_commands_in_prose_exist(page: Path) -> None:
+    code = re.findall(r"```.*?```|`[^`\n]+`", page.read_text(encoding="utf-8"), re.DOTALL)
     named = {target for text in code for target in re.findall(r"\bmake ([a-z][a-z-]*)", text)}
     assert named <= set(targets())
 
