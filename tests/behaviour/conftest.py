@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from examples.client import Completion
 from harness import oracle
 from harness.checkpoint import make_checkpoint
 from harness.lines import FIRST
@@ -135,10 +136,10 @@ def forget_engine(model: Path) -> None:
         cleanup_dist_env_and_memory()
 
 
-def run_demo(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of `demos` to its end."""
+def run_program(module: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the repository to its end."""
     return subprocess.run(
-        [sys.executable, "-m", f"demos.{name}", "--out", str(out), *options],
+        [sys.executable, "-m", module, "--out", str(out), *options],
         cwd=Path(__file__).parents[2],
         text=True,
         capture_output=True,
@@ -187,6 +188,10 @@ def scheduler_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def caches(llm: LLM) -> bool:
+    return bool(llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
+
+
 def assert_rows(model: Path, tokens: Sequence[int], rows: npt.NDArray[Any], start: int = 0) -> None:
     """Every position from `start` on but the last has the oracle's row."""
     assert len(rows) == len(tokens) - 1 - start
@@ -194,6 +199,14 @@ def assert_rows(model: Path, tokens: Sequence[int], rows: npt.NDArray[Any], star
     assert comparison.agree == comparison.rows, comparison.disagreements[0]
     # Agreement means little if ties are common. A few may occur in any sequence.
     assert comparison.ties <= 1 + comparison.decisions // 200
+
+
+def assert_true_completion(model: Path, completion: Completion, start: int = 0) -> None:
+    """A completion of a server has the oracle's rows from `start` on."""
+    tokens = [*completion.prompt, *completion.token_ids]
+    assert completion.start == start
+    assert completion.moe_layers == oracle.route(model, tokens).layers
+    assert_rows(model, tokens, completion.rows, start)
 
 
 def assert_true_rows(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode engine that share KV through files, behind the proxy: answers have true
-rows. More prompts and endpoints: test_nixl.py."""
+"""A prefill and a decode engine share KV through files, and a proxy asks both: answers have true
+rows. With NIXL beside the files (MultiConnector), the prompt's rows travel in the parameters that
+NIXL returns. NIXL alone: test_nixl.py."""
 
 from __future__ import annotations
 
@@ -12,42 +13,50 @@ from typing import Any
 import pytest
 
 from examples import proxy
-from examples.client import Completion, decode_rows, generate
+from examples.client import decode_rows, generate
 from harness import disaggregated
 from harness.disaggregated import Pair
 from harness.lines import FIRST
-from tests.behaviour.conftest import BLOCK, assert_rows, random_prompt, run_demo
+from tests.behaviour.conftest import (
+    BLOCK,
+    assert_rows,
+    assert_true_completion,
+    random_prompt,
+    run_program,
+)
+from tests.behaviour.test_nixl import CASES, GREEDY, ask_generate
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = (20, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5, 150)
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
+WAYS = {"files": disaggregated.files, "files and NIXL": disaggregated.both}
+FILES = pytest.mark.parametrize("pair", ["files"], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def pair(model: Path, line: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=WAYS)
+def pair(
+    request: pytest.FixtureRequest, model: Path, line: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("disaggregated")
-    with disaggregated.running(model, folder, disaggregated.files(folder / "kv"), line) as pair:
+    way = WAYS[request.param](folder / "kv")
+    with disaggregated.running(model, folder, way, line) as pair:
         yield pair
 
 
-def test_joined_rows_are_true(pair: Pair, model: Path) -> None:
-    def complete(number: int) -> Completion:
-        prompt = random_prompt(number, LENGTHS[number])
-        sampling = {**GREEDY, "max_tokens": 9}
-        (completion,) = generate(pair.url, prompt, sampling, stream=number % 2 == 1)
-        return completion
-
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_answer_has_every_row_from_the_asked_one_on(pair: Pair, model: Path, stream: bool) -> None:
     before = pair.decode.metric(disaggregated.RECEIVED) or 0
-    with ThreadPoolExecutor(len(LENGTHS)) as pool:
-        completions = list(pool.map(complete, range(len(LENGTHS))))
-    blocks = [(length - 1) // BLOCK for length in LENGTHS]
-    assert (pair.decode.metric(disaggregated.RECEIVED) or 0) - before == BLOCK * sum(blocks)
-    for completion in completions:
-        assert completion.start == 0
-        assert_rows(model, [*completion.prompt, *completion.token_ids], completion.rows)
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        list(pool.map(lambda case: ask_generate(pair, model, case, 1000 * stream, stream), CASES))
+    received = (pair.decode.metric(disaggregated.RECEIVED) or 0) - before
+    if any("NixlConnector" in word for word in pair.decode.command):
+        assert received > 0
+        assert pair.decode.metric("vllm:nixl_bytes_transferred_sum")
+    else:
+        # Files have whole blocks, and never the last token.
+        assert received == sum((case.length - 1) // BLOCK * BLOCK for case in CASES)
 
 
+@FILES
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_choice_of_a_group_has_all_rows(pair: Pair, model: Path, stream: bool) -> None:
     prompt = random_prompt(10 + stream, 3 * BLOCK + 7)
@@ -55,10 +64,10 @@ def test_every_choice_of_a_group_has_all_rows(pair: Pair, model: Path, stream: b
     completions = generate(pair.url, prompt, sampling, stream=stream)
     assert len({completion.token_ids for completion in completions}) == 3
     for completion in completions:
-        assert completion.start == 0
-        assert_rows(model, [*prompt, *completion.token_ids], completion.rows)
+        assert_true_completion(model, completion)
 
 
+@FILES
 @pytest.mark.parametrize("start", [0, BLOCK, 3 * BLOCK + 2])
 def test_decode_engine_states_where_its_rows_begin(pair: Pair, model: Path, start: int) -> None:
     prompt = random_prompt(30 + start, 3 * BLOCK + 7)
@@ -76,6 +85,7 @@ def test_decode_engine_states_where_its_rows_begin(pair: Pair, model: Path, star
     assert_rows(model, [*prompt, *answer["token_ids"]], rows, begin)
 
 
+@FILES
 def test_rows_of_two_prompts_begin_after_the_received_kv(pair: Pair, model: Path) -> None:
     prompts = [random_prompt(40 + i, 2 * BLOCK + 9) for i in range(2)]
     more = {"n": 2, "seed": 1, "return_token_ids": True, "return_routed_experts": True}
@@ -91,6 +101,6 @@ def test_rows_of_two_prompts_begin_after_the_received_kv(pair: Pair, model: Path
 def test_program_finds_every_row_true(tmp_path: Path, line: str) -> None:
     if line != FIRST:
         pytest.skip("the program is of the first line")
-    done = run_demo("disaggregated", tmp_path)
+    done = run_program("demos.disaggregated", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout

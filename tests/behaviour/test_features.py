@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from tests.behaviour.conftest import (
     ask,
     assert_all_true,
     assert_rows,
+    caches,
     make_params,
     random_prompt,
     running,
@@ -28,62 +28,50 @@ from tests.behaviour.conftest import (
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.outputs import RequestOutput
-
-
-@dataclass(frozen=True)
-class Engine:
-    llm: LLM
-    model: Path
-    caching: bool
-
-    def ask(self, *prompts: Any, **sampling: Any) -> list[RequestOutput]:
-        return ask(self.llm, *prompts, **sampling)
-
-    def assert_cached(self, output: RequestOutput, tokens: int) -> None:
-        assert output.num_cached_tokens == (tokens if self.caching else 0)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["caching", "no_caching"])
-def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
+def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
     with running(model, enable_prefix_caching=request.param) as llm:
-        yield Engine(llm, model, request.param)
+        yield llm
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 @pytest.mark.parametrize("length", [1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
-def test_prompt_of_any_length_has_true_rows(engine: Engine, length: int, max_tokens: int) -> None:
+def test_prompt_of_any_length_has_true_rows(
+    llm: LLM, model: Path, length: int, max_tokens: int
+) -> None:
     prompt = random_prompt(length, length)
     # The second time from the cache, if there is one.
     for _ in range(2):
-        assert_all_true(engine.model, engine.ask(prompt, max_tokens=max_tokens))
+        assert_all_true(model, ask(llm, prompt, max_tokens=max_tokens))
 
 
-def test_rows_are_true_where_chunks_and_single_tokens_share_steps(engine: Engine) -> None:
+def test_rows_are_true_where_chunks_and_single_tokens_share_steps(llm: LLM, model: Path) -> None:
     prompts = [random_prompt(10 + i, n) for i, n in enumerate((7, 200, 3, 150, 64, 65, 31, 9, 90))]
-    assert_all_true(engine.model, engine.ask(*prompts, max_tokens=20))
+    assert_all_true(model, ask(llm, *prompts, max_tokens=20))
 
 
-def test_rows_of_groups_are_true(engine: Engine) -> None:
+def test_rows_of_groups_are_true(llm: LLM, model: Path) -> None:
     """Members of a group hit each other's blocks in the step that schedules them."""
     prompts = [random_prompt(20 + length, length) for length in (20, BLOCK, 70, 3 * CHUNK)]
-    outputs = engine.ask(*prompts, n=6, temperature=1.0, seed=1, max_tokens=BLOCK)
+    outputs = ask(llm, *prompts, n=6, temperature=1.0, seed=1, max_tokens=BLOCK)
     for output in outputs:
         assert len({tuple(c.token_ids) for c in output.outputs}) > 1
-    assert_all_true(engine.model, outputs)
+    assert_all_true(model, outputs)
 
 
-def test_rows_of_every_turn_are_true(engine: Engine) -> None:
+def test_rows_of_every_turn_are_true(llm: LLM, model: Path) -> None:
     conversation = random_prompt(40, BLOCK + 9)
     for turn in range(4):
-        (output,) = engine.ask(conversation, max_tokens=BLOCK + 3)
-        assert_all_true(engine.model, [output])
+        (output,) = ask(llm, conversation, max_tokens=BLOCK + 3)
+        assert_all_true(model, [output])
         if turn:
-            assert bool(output.num_cached_tokens) == engine.caching
+            assert bool(output.num_cached_tokens) == caches(llm)
         conversation += [*output.outputs[0].token_ids, *random_prompt(41 + turn, 6)]
 
 
-def test_rows_of_structured_output_are_true(engine: Engine) -> None:
+def test_rows_of_structured_output_are_true(llm: LLM, model: Path) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     schema = {
@@ -92,7 +80,8 @@ def test_rows_of_structured_output_are_true(engine: Engine) -> None:
         "required": ["a"],
         "additionalProperties": False,
     }
-    (output,) = engine.ask(
+    (output,) = ask(
+        llm,
         random_prompt(70, CHUNK + 20),
         structured_outputs=StructuredOutputsParams(json=schema),
         ignore_eos=False,
@@ -101,53 +90,53 @@ def test_rows_of_structured_output_are_true(engine: Engine) -> None:
         max_tokens=100,
     )
     assert set(json.loads(output.outputs[0].text)) == {"a"}
-    assert_all_true(engine.model, [output])
+    assert_all_true(model, [output])
 
 
-def test_rows_beside_prompt_logprobs_are_true(engine: Engine) -> None:
+def test_rows_beside_prompt_logprobs_are_true(llm: LLM, model: Path) -> None:
     prompt = random_prompt(80, 2 * CHUNK + 30)
-    outputs = [engine.ask(prompt, prompt_logprobs=2, logprobs=2)[0] for _ in range(2)]
+    outputs = [ask(llm, prompt, prompt_logprobs=2, logprobs=2)[0] for _ in range(2)]
     assert len(outputs[1].prompt_logprobs) == len(prompt)
-    assert_all_true(engine.model, outputs)
+    assert_all_true(model, outputs)
 
 
-def test_rows_end_with_a_stop_string(engine: Engine) -> None:
+def test_rows_end_with_a_stop_string(llm: LLM, model: Path) -> None:
     prompt = random_prompt(90, BLOCK + 2)
-    text = engine.ask(prompt, max_tokens=20)[0].outputs[0].text
+    text = ask(llm, prompt, max_tokens=20)[0].outputs[0].text
     for include in (False, True):
-        (output,) = engine.ask(
-            prompt, max_tokens=20, stop=[text[6:9]], include_stop_str_in_output=include
+        (output,) = ask(
+            llm, prompt, max_tokens=20, stop=[text[6:9]], include_stop_str_in_output=include
         )
         assert output.outputs[0].stop_reason == text[6:9]
         assert len(output.outputs[0].token_ids) < 20
-        assert_all_true(engine.model, [output])
+        assert_all_true(model, [output])
 
 
-def test_rows_end_with_the_end_of_text_unless_it_is_ignored(engine: Engine) -> None:
+def test_rows_end_with_the_end_of_text_unless_it_is_ignored(llm: LLM, model: Path) -> None:
     prompt = random_prompt(92, 40)
     bias = {"logit_bias": {0: 100.0}}
-    (ended,) = engine.ask(prompt, ignore_eos=False, **bias)
+    (ended,) = ask(llm, prompt, ignore_eos=False, **bias)
     assert list(ended.outputs[0].token_ids) == [0]
-    (ignored,) = engine.ask(prompt, ignore_eos=True, **bias)
+    (ignored,) = ask(llm, prompt, ignore_eos=True, **bias)
     assert list(ignored.outputs[0].token_ids) == [0] * 6
-    assert_all_true(engine.model, [ended, ignored])
+    assert_all_true(model, [ended, ignored])
 
 
-def collect(engine: Engine, prompts: dict[str, list[int]], steps: int, **sampling: Any) -> Any:
+def collect(llm: LLM, prompts: dict[str, list[int]], steps: int, **sampling: Any) -> Any:
     """Run requests for some steps. Returns their tokens and rows so far."""
     from vllm.sampling_params import RequestOutputKind
 
     kept: dict[str, tuple[list[int], list[np.ndarray]]] = {r: ([], []) for r in prompts}
     for request_id, prompt in prompts.items():
         given = make_params(output_kind=RequestOutputKind.DELTA, **sampling)
-        engine.llm.llm_engine.add_request(request_id, as_prompts(prompt)[0], given)
+        llm.llm_engine.add_request(request_id, as_prompts(prompt)[0], given)
     for _ in range(steps):
-        keep(engine, kept)
+        keep(llm, kept)
     return kept
 
 
-def keep(engine: Engine, kept: dict[str, tuple[list[int], list[np.ndarray]]]) -> None:
-    for output in engine.llm.llm_engine.step():
+def keep(llm: LLM, kept: dict[str, tuple[list[int], list[np.ndarray]]]) -> None:
+    for output in llm.llm_engine.step():
         tokens, rows = kept[output.request_id]
         (completion,) = output.outputs
         tokens += completion.token_ids
@@ -157,57 +146,57 @@ def keep(engine: Engine, kept: dict[str, tuple[list[int], list[np.ndarray]]]) ->
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_rows_are_true_around_a_reset_amid_requests(engine: Engine, steps: int) -> None:
+def test_rows_are_true_around_a_reset_amid_requests(llm: LLM, model: Path, steps: int) -> None:
     """Requests start again from their first token; returned rows are not sent again."""
     prompts = {
         f"{name}-{steps}": random_prompt(180 + steps * 3 + i, n)
         for i, (name, n) in enumerate({"long": CHUNK + 30, "short": 20}.items())
     }
-    kept = collect(engine, prompts, steps, max_tokens=20)
-    assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-    while engine.llm.llm_engine.has_unfinished_requests():
-        keep(engine, kept)
+    kept = collect(llm, prompts, steps, max_tokens=20)
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    while llm.llm_engine.has_unfinished_requests():
+        keep(llm, kept)
     for name, prompt in prompts.items():
         tokens, rows = kept[name]
         assert len(tokens) == 20
-        assert_rows(engine.model, [*prompt, *tokens], np.concatenate(rows))
+        assert_rows(model, [*prompt, *tokens], np.concatenate(rows))
 
 
 def test_rows_after_a_reload_of_weights_are_of_the_new_ones(
-    engine: Engine, checkpoint: Callable[..., Path]
+    llm: LLM, model: Path, checkpoint: Callable[..., Path]
 ) -> None:
     updated = checkpoint(mlp_only_layers=[1], seed=6)
     prompt = random_prompt(220, 3 * BLOCK + 1)
-    assert_all_true(engine.model, engine.ask(prompt))
+    assert_all_true(model, ask(llm, prompt))
     try:
-        reload(engine, updated)
+        reload(llm, updated)
         for _ in range(2):  # the second from the cache, if there is one
-            (output,) = engine.ask(prompt)
+            (output,) = ask(llm, prompt)
             assert_all_true(updated, [output])
-        engine.assert_cached(output, 3 * BLOCK)
+        assert output.num_cached_tokens == 3 * BLOCK * caches(llm)
     finally:
-        reload(engine, engine.model)
+        reload(llm, model)
 
 
 def test_rows_of_a_prompt_half_computed_before_a_reload_are_of_the_new_weights(
-    engine: Engine, checkpoint: Callable[..., Path]
+    llm: LLM, model: Path, checkpoint: Callable[..., Path]
 ) -> None:
     updated = checkpoint(mlp_only_layers=[1], seed=6)
     prompt = random_prompt(225, 2 * CHUNK + 9)
     try:
-        kept = collect(engine, {"half": prompt}, 1, max_tokens=9)
-        reload(engine, updated)
-        while engine.llm.llm_engine.has_unfinished_requests():
-            keep(engine, kept)
+        kept = collect(llm, {"half": prompt}, 1, max_tokens=9)
+        reload(llm, updated)
+        while llm.llm_engine.has_unfinished_requests():
+            keep(llm, kept)
         tokens, rows = kept["half"]
         assert_rows(updated, [*prompt, *tokens], np.concatenate(rows))
     finally:
-        reload(engine, engine.model)
+        reload(llm, model)
 
 
-def reload(engine: Engine, weights: Path) -> None:
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(weights)})
-    assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+def reload(llm: LLM, weights: Path) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(weights)})
+    assert llm.reset_prefix_cache(reset_running_requests=True)
 
 
 def test_rows_of_adapters_are_those_of_merged_weights(model: Path, tmp_path: Path) -> None:

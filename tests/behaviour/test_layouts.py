@@ -19,12 +19,13 @@ import pytest
 from examples.client import Completion
 from harness.lines import FIRST
 from harness.process import Kept, free_port
-from harness.server import ARGUMENTS, NO_ROWS, Server
+from harness.server import ARGUMENTS, Server
 from tests.behaviour.conftest import (
     CHUNK,
     as_prompts,
     ask,
-    assert_rows,
+    assert_all_true,
+    assert_true_completion,
     make_params,
     random_prompt,
     running,
@@ -34,6 +35,7 @@ from tests.real import PROJECT
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.slow
 
@@ -86,21 +88,9 @@ def serving(
     )
 
 
-def generate(llm: LLM, prompts: list[list[int]]) -> list[Completion]:
-    """Of all prompts at once; the silent one has no rows."""
-    each = [{"return_routed_experts": index != SILENT} for index in range(len(prompts))]
-    outputs = ask(llm, *prompts, each=each, max_tokens=MAX_TOKENS)
-    return [
-        Completion(
-            prompt=tuple(prompt),
-            token_ids=tuple(c.token_ids),
-            logprobs=(),
-            rows=NO_ROWS if c.routed_experts is None else c.routed_experts,
-            start=c.routed_experts_start or 0,
-            moe_layers=c.moe_layers or (),
-        )
-        for prompt, c in zip(prompts, (o.outputs[0] for o in outputs), strict=True)
-    ]
+def generate(llm: LLM) -> list[RequestOutput]:
+    each = [{"return_routed_experts": index != SILENT} for index in range(len(PROMPTS))]
+    return ask(llm, *PROMPTS, each=each, max_tokens=MAX_TOKENS)
 
 
 def ask_all(server: Server) -> list[Completion]:
@@ -115,16 +105,7 @@ def ask_all(server: Server) -> list[Completion]:
 
 def assert_true(model: Path, answers: list[Completion]) -> None:
     for answer in answers:
-        assert answer.start == 0
-        assert answer.moe_layers == (0, 2, 3)
-        assert_rows(model, [*answer.prompt, *answer.token_ids], answer.rows)
-
-
-def asking(answers: list[Completion]) -> list[Completion]:
-    """Without those of the silent prompt, which must have no rows."""
-    silent = answers[SILENT :: len(PROMPTS)]
-    assert not any(len(answer.rows) for answer in silent)
-    return [a for i, a in enumerate(answers) if i % len(PROMPTS) != SILENT]
+        assert_true_completion(model, answer)
 
 
 @contextmanager
@@ -159,14 +140,17 @@ def late(llm: LLM, rank: int, seconds: float) -> Iterator[None]:
 def test_rank_that_is_late_changes_nothing(model: Path, two_workers: LLM, rank: int) -> None:
     """The other rank runs ahead as far as it can."""
     two_workers.reset_prefix_cache()
-    in_time = generate(two_workers, PROMPTS)
-    cached = generate(two_workers, PROMPTS)
+    in_time = generate(two_workers)
+    cached = generate(two_workers)
     two_workers.reset_prefix_cache()
     with late(two_workers, rank, seconds=0.02):
-        answers = generate(two_workers, PROMPTS)
-    assert [a.token_ids for a in answers] == [a.token_ids for a in in_time]
+        answers = generate(two_workers)
+    tokens = [[o.outputs[0].token_ids for o in outputs] for outputs in (in_time, answers)]
+    assert tokens[0] == tokens[1]
     assert not scheduler_of(two_workers).routed_experts.requests
-    assert_true(model, asking([*in_time, *cached, *answers]))
+    for outputs in (in_time, cached, answers):
+        assert outputs.pop(SILENT).outputs[0].routed_experts is None
+        assert_all_true(model, outputs)
 
 
 def test_rows_of_two_ranks_are_true(model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from harness import disaggregated
 from harness.disaggregated import Pair
 from harness.server import Server, ServerError
 from tests.behaviour import test_openai as openai_answers
-from tests.behaviour.conftest import BLOCK, assert_rows, random_prompt
+from tests.behaviour.conftest import BLOCK, assert_true_completion, random_prompt
 
 pytestmark = pytest.mark.slow
 
@@ -43,14 +43,7 @@ def pair(model: Path, line: str, tmp_path_factory: pytest.TempPathFactory) -> It
 def plain(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     """A client of vLLM's own proxy, which joins nothing."""
     log = tmp_path_factory.mktemp("proxy") / "proxy.log"
-    limits = httpx.Limits(max_keepalive_connections=0)
-    with (
-        disaggregated.plain_proxy(pair, log) as url,
-        httpx.Client(trust_env=False, timeout=300, limits=limits) as http,
-        openai.OpenAI(
-            base_url=url + "/v1", api_key="none", max_retries=0, http_client=http
-        ) as client,
-    ):
+    with disaggregated.plain_proxy(pair, log) as url, openai_answers.connect(url) as client:
         yield client
 
 
@@ -83,9 +76,8 @@ def ask_generate(pair: Pair, model: Path, case: Case, seed: int, stream: bool) -
     start = case.start(len(prompt))
     sampling = {**GREEDY, "max_tokens": 5}
     (completion,) = generate(pair.url, prompt, sampling, start=start, stream=stream)
-    assert completion.start == start
     with CHECKING:
-        assert_rows(model, [*prompt, *completion.token_ids], completion.rows, start)
+        assert_true_completion(model, completion, start)
 
 
 def ask_plain(
@@ -106,11 +98,11 @@ def ask_plain(
     body = {**openai_answers.ASK_ABOVE, "routed_experts_prompt_start": start}
     reply = send(plain, pair.decode, prompt, body, stream=stream, max_tokens=5)
     parts = list(reply) if stream else [reply]
-    (choice,) = openai_answers.collect(*parts).values()
+    (choice,) = openai_answers.read_choices(*parts).values()
     assert len(choice.prompt) == num_prompt_tokens
     assert len(choice.token_ids) == 5
     with CHECKING:
-        choice.assert_true(model, start)
+        assert_true_completion(model, choice, start)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -152,9 +144,8 @@ def test_joined_rows_are_true_and_received_blocks_are_computed_for_others(
         """Fill the rest of a block that was received in part, and the next one."""
         sampling = {**GREEDY, "max_tokens": BLOCK + 8}
         (completion,) = generate(url, PROMPTS[number], sampling, stream=number % 2 == 1)
-        assert completion.start == 0
         with CHECKING:
-            assert_rows(model, [*PROMPTS[number], *completion.token_ids], completion.rows)
+            assert_true_completion(model, completion)
 
     before = pair.decode.metric(disaggregated.RECEIVED) or 0
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -198,5 +189,5 @@ def test_dead_prefill_engine_ends_its_requests_alone_and_a_new_one_serves_them(
         proxy.running(new.url, pair.decode.url) as url,
     ):
         (completion,) = generate(url, prompt, {**GREEDY, "max_tokens": 5})
-    assert_rows(model, [*prompt, *completion.token_ids], completion.rows)
+    assert_true_completion(model, completion)
     disaggregated.wait_until_idle(pair.decode)

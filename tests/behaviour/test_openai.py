@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve`: the OpenAI endpoints return the rows of those that ask, read with the client
-of the `openai` package."""
+"""`vllm serve`: who asks gets true rows, with the client of the `openai` package or with
+`examples/client.py`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,16 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
+import transformers
 
-from examples.client import decode_rows
-from harness import oracle
+from demos.replay import mismatch
+from examples.client import PATH, Completion, generate, join
 from harness.server import Server
-from tests.behaviour.conftest import BLOCK, CHUNK, assert_rows, random_prompt
+from tests.behaviour.conftest import BLOCK, CHUNK, assert_true_completion, random_prompt
 
 # Chunks of a stream carry this many tokens.
 INTERVAL = 2
-FIELDS = {"routed_experts", "routed_experts_start", "moe_layers", "num_prompt_tokens"}
 ASK = {"return_token_ids": True, "vllm_xargs": {"return_routed_experts": True}}
 # The spelling of later releases and of SGLang.
 ASK_ABOVE = {"return_token_ids": True, "return_routed_experts": True}
@@ -38,65 +38,34 @@ def server(model: Path, line: str, tmp_path_factory: pytest.TempPathFactory) -> 
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def connect(url: str) -> openai.OpenAI:
     # The server would close a connection that is idle while the oracle runs.
     limits = httpx.Limits(max_keepalive_connections=0)
-    http = httpx.Client(trust_env=False, timeout=120, limits=limits)
-    with openai.OpenAI(
-        base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http
-    ) as client:
+    http = httpx.Client(trust_env=False, timeout=300, limits=limits)
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, http_client=http)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with connect(server.url) as client:
         yield client
 
 
-@dataclass
-class Choice:
-    """One choice of an answer, whole or collected from a stream's chunks."""
-
-    prompt: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    rows: list[np.ndarray] = field(default_factory=list)
-    start: int | None = None
-    moe_layers: list[int] | None = None
-    num_prompt_tokens: int | None = None
-
-    def add(self, choice: Any) -> None:
-        self.prompt += getattr(choice, "prompt_token_ids", None) or []
-        self.token_ids += getattr(choice, "token_ids", None) or []
-        # On v0.33.0, an answer without rows may have null.
-        present = {name for name in FIELDS if choice.model_extra.get(name) is not None}
-        if not present:
-            return
-        assert present == FIELDS
-        if self.start is None:
-            self.start, self.moe_layers = choice.routed_experts_start, choice.moe_layers
-            self.num_prompt_tokens = choice.num_prompt_tokens
-        assert choice.routed_experts_start == self.start + sum(map(len, self.rows))
-        assert choice.moe_layers == self.moe_layers
-        assert choice.num_prompt_tokens == self.num_prompt_tokens
-        self.rows.append(decode_rows(choice.routed_experts))
-
-    def assert_true(self, model: Path, start: int = 0) -> None:
-        """Every position from `start` on but the last has the oracle's row."""
-        assert self.start == start
-        assert self.num_prompt_tokens == len(self.prompt)
-        tokens = [*self.prompt, *self.token_ids]
-        assert self.moe_layers == list(oracle.route(model, tokens).layers)
-        assert_rows(model, tokens, np.concatenate(self.rows), start)
-
-
-def collect(*parts: Any) -> dict[int, Choice]:
-    """Choices, by index, of one answer or of all chunks of a stream."""
-    choices: defaultdict[int, Choice] = defaultdict(Choice)
+def read_choices(*parts: Any) -> dict[int, Completion]:
+    """Choices that have tokens, by index, of one answer or of all chunks of a stream. Rows that
+    belong to other tokens are an error."""
+    choices: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    # A chat's prompt stands beside its choices.
     prompt: list[int] = []
-    for part in parts:
-        # A chat's prompt stands beside its choices.
-        prompt = getattr(part, "prompt_token_ids", None) or prompt
-        for choice in part.choices:
-            choices[choice.index].add(choice)
-    for choice in choices.values():
-        choice.prompt = choice.prompt or prompt
-    return dict(choices)
+    for part in (part.model_dump() for part in parts):
+        prompt = part.get("prompt_token_ids") or prompt
+        for choice in part["choices"]:
+            choices[choice["index"]].append({**choice, "token_ids": choice.get("token_ids")})
+    return {
+        index: join(chunks[0].get("prompt_token_ids") or prompt, [{"choices": chunks}])[0]
+        for index, chunks in choices.items()
+        if any(chunk["token_ids"] for chunk in chunks)
+    }
 
 
 def complete(
@@ -123,6 +92,12 @@ def words(seed: int, count: int) -> str:
     return " ".join(f"{n:x}" for n in random_prompt(seed, count))
 
 
+def count_with_rows(parts: list[Any]) -> int:
+    """How many choices of an answer or of the chunks of a stream have rows."""
+    choices = [choice for part in parts for choice in part.choices]
+    return sum(choice.model_extra.get("routed_experts") is not None for choice in choices)
+
+
 SAMPLED = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 7}
 USAGE = {"include_usage": True}
 
@@ -143,25 +118,22 @@ def test_every_choice_has_true_rows(
     assert (parts[-1].choices == []) == ("stream_options" in options)
     # Each chunk has the rows of its tokens.
     for end in range(1, len(parts)):
-        for choice in collect(*parts[:end]).values():
-            if choice.token_ids:
-                num_tokens = len(choice.prompt) + len(choice.token_ids)
-                assert sum(map(len, choice.rows)) == num_tokens - 1
-    choices = collect(*parts)
+        read_choices(*parts[:end])
+    assert (count_with_rows(parts) > 2) == ("stream" in options)
+    choices = read_choices(*parts)
     assert len(choices) == 2
     for choice in choices.values():
-        assert (len(choice.rows) > 1) == ("stream" in options)
-        choice.assert_true(model)
+        assert_true_completion(model, choice)
 
 
 def test_every_prompt_of_a_list_has_its_rows(
     client: openai.OpenAI, server: Server, model: Path
 ) -> None:
     prompts: Any = [random_prompt(3, 20), random_prompt(4, 90)]
-    choices = collect(complete(client, server, prompts, max_tokens=4))
-    assert [choices[i].prompt for i in (0, 1)] == prompts
+    choices = read_choices(complete(client, server, prompts, max_tokens=4))
+    assert [[*choices[i].prompt] for i in (0, 1)] == prompts
     for choice in choices.values():
-        choice.assert_true(model)
+        assert_true_completion(model, choice)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -181,8 +153,8 @@ def test_rows_start_where_asked(
         asks: Any = {"return_routed_experts": True, "routed_experts_prompt_start": start}
         body = {"return_token_ids": True, **(asks if above else {"vllm_xargs": asks})}
         reply = send(client, server, prompt, body, max_tokens=5, stream=is_stream)
-        choices = collect(*reply) if is_stream else collect(reply)
-        choices[0].assert_true(model, start)
+        choices = read_choices(*reply) if is_stream else read_choices(reply)
+        assert_true_completion(model, choices[0], start)
 
 
 def test_mixed_requests_get_exactly_what_they_asked_for(
@@ -191,7 +163,7 @@ def test_mixed_requests_get_exactly_what_they_asked_for(
     rng = np.random.default_rng(10)
     lengths = rng.integers((1, 1), (200, 24), size=(48, 2)).tolist()
 
-    def send(index: int) -> dict[int, Choice]:
+    def send(index: int) -> list[Any]:
         body = ASK if index % 2 else {"return_token_ids": True}
         length, max_tokens = lengths[index]
         options = {"max_tokens": max_tokens, "stream": index % 3 == 0}
@@ -200,15 +172,16 @@ def test_mixed_requests_get_exactly_what_they_asked_for(
             reply = complete(client, server, prompt, body, **options)
         else:
             reply = chat(client, server, words(1000 + index, length // 4), body, **options)
-        return collect(*reply) if options["stream"] else collect(reply)
+        return [*reply] if options["stream"] else [reply]
 
     with ThreadPoolExecutor(48) as pool:
-        for index, choices in enumerate(pool.map(send, range(48))):
-            assert len(choices[0].token_ids) == lengths[index][1]
+        for index, parts in enumerate(pool.map(send, range(48))):
             if index % 2:
-                choices[0].assert_true(model)
+                (choice,) = read_choices(*parts).values()
+                assert len(choice.token_ids) == lengths[index][1]
+                assert_true_completion(model, choice)
             else:
-                assert choices[0].rows == []
+                assert count_with_rows(parts) == 0
 
 
 COUNTERS = ("rows", "bytes", "store_hits", "store_misses", "recomputed_tokens", "store_evictions")
@@ -230,8 +203,38 @@ def test_metrics_count_rows_and_store(client: openai.OpenAI, server: Server) -> 
     assert counts == {}
     # The silent request cached two blocks without rows.
     counts, answer = count(ASK)
-    (rows,) = collect(answer)[0].rows
-    returned = {"rows": len(prompt) + 5 - 1, "bytes": rows.nbytes}
+    returned = {"rows": len(prompt) + 5 - 1, "bytes": read_choices(answer)[0].rows.nbytes}
     assert counts == {**returned, "store_misses": 2, "recomputed_tokens": 2 * BLOCK}
     counts, _ = count(ASK)
     assert counts == {**returned, "store_hits": 2}
+
+
+def test_client_that_goes_away_disturbs_nobody(server: Server, model: Path) -> None:
+    prompt = random_prompt(5, 100)
+    asks = {"return_routed_experts": True, "ignore_eos": True}
+    body = {"token_ids": prompt, "sampling_params": {**asks, "max_tokens": 400}, "stream": True}
+    with httpx.stream("POST", server.url + PATH, json=body, trust_env=False, timeout=120) as reply:
+        next(reply.iter_lines())
+    # The same prefix: its blocks were filled by the request that went away.
+    answer = server.generate(prompt, max_tokens=5, **asks)
+    assert_true_completion(model, answer)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_trainer_client_gets_true_rows_and_logprobs(
+    server: Server, model: Path, is_stream: bool
+) -> None:
+    prompt = random_prompt(9, 60)
+    params = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 9, "ignore_eos": True}
+    completions = generate(
+        server.url, prompt, {**params, "logprobs": 0}, start=10, stream=is_stream
+    )
+    assert len(completions) == 3
+    for c in completions:
+        assert c.finish_reason == "length"
+        assert_true_completion(model, c, start=10)
+    trainer = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for replayed in (False, True):
+        found = mismatch.measure(trainer, completions, replayed=replayed)
+        assert len(found.deltas) == 27
+        assert found.deltas == pytest.approx(0, abs=1e-4)
