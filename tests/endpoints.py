@@ -2,7 +2,7 @@
 """Every way to ask for routed experts, on every endpoint of both lines.
 
 `tests/behaviour/test_endpoints.py` and `tests/v0.33.0/test_endpoints.py` walk this table with
-servers. `docs/endpoints.md` holds it as `markdown()` writes it.
+servers. It is also in `docs/endpoints.md`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ class Endpoint:
     def is_served(self, line: str) -> bool:
         """Whether a server of the line has it."""
         return self.lines[line] != ABSENT
+
+
+def put(body: dict[str, Any], way: tuple[str, ...], arguments: dict[str, Any]) -> None:
+    """Add arguments to one object of a request, which is made if it is not there."""
+    place = body
+    for name in way:
+        place = place.setdefault(name, {})
+    place.update(arguments)
 
 
 def both(what: str) -> dict[str, str]:
@@ -147,30 +155,7 @@ ENDPOINTS = [
     Endpoint("/tokenize", {"prompt": "abc"}, both(SERVED)),
 ]
 
-# What no server of these tests has. Programs and unit tests in the patches check it.
-OTHERS = [
-    ("`LLM.generate`, `LLM.chat`", "`SamplingParams`, its `extra_args`", both(ROWS)),
-    ("`LLM.beam_search`", "has no argument", both(ABSENT)),
-    ("`vllm run-batch`, chat", "field of the body, `vllm_xargs`", both(ROWS)),
-    (
-        "`/v1/audio/transcriptions`, `/v1/audio/translations`",
-        "field of the form, `vllm_xargs`",
-        both(REFUSED),
-    ),
-    ("gRPC", "has no argument", both(ABSENT)),
-]
 
-
-def markdown() -> str:
-    """The table of the documentation."""
-    lines = [
-        f"| Endpoint | How a request asks | {FIRST} | {SECOND} |",
-        "| --- | --- | --- | --- |",
-    ]
-    for endpoint in ENDPOINTS:
-        ways = ", ".join(WAYS[way] for way in endpoint.ways)
-        results = " | ".join(endpoint.lines[line] for line in (FIRST, SECOND))
-        lines.append(f"| {endpoint.name} | {ways} | {results} |")
-    for name, ways, by_line in OTHERS:
-        lines.append(f"| {name} | {ways} | {by_line[FIRST]} | {by_line[SECOND]} |")
-    return "\n".join(lines) + "\n"
+def find(path: str) -> Endpoint:
+    """The endpoint of this path without beam search."""
+    return next(endpoint for endpoint in ENDPOINTS if endpoint.path == path)
