@@ -136,7 +136,7 @@ def forget_engine(model: Path) -> None:
         cleanup_dist_env_and_memory()
 
 
-def run_program(module: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run_module(module: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a program of the repository to its end."""
     return subprocess.run(
         [sys.executable, "-m", module, "--out", str(out), *options],

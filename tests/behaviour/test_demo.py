@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.behaviour.conftest import run_program
+from tests.behaviour.conftest import run_module
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 PLUGIN = """
@@ -24,7 +24,7 @@ def pretend():
 
 def assert_demo_passes(out: Path, *options: str) -> None:
     """It finds every row true, and draws them."""
-    done = run_program("demos.rows", out, *options)
+    done = run_module("demos.rows", out, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     agreeing, rows = count_agreeing(done)
     assert agreeing == rows
@@ -45,7 +45,7 @@ def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
 
 
 def test_eager_is_refused_with_pristine(tmp_path: Path) -> None:
-    done = run_program("demos.rows", tmp_path / "out", "--eager", "--pristine")
+    done = run_module("demos.rows", tmp_path / "out", "--eager", "--pristine")
     assert done.returncode == 2
     assert "leave out --eager" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -63,7 +63,7 @@ def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kern
     (package / "entry_points.txt").write_text("[vllm.general_plugins]\namx = amx:pretend\n")
     (tmp_path / "amx.py").write_text(PLUGIN.format(has_amx=not HAS_AMX))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = run_program("demos.rows", out, "--corrupt")
+    done = run_module("demos.rows", out, "--corrupt")
     assert done.returncode != 0
     assert f"The CPU has AMX: {not HAS_AMX}" in (out / "server.log").read_text()
     agreeing, rows = count_agreeing(done)
@@ -73,7 +73,7 @@ def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kern
 
 @pytest.mark.slow
 def test_replay_passes_and_draws(tmp_path: Path) -> None:
-    done = run_program("demos.replay", tmp_path)
+    done = run_module("demos.replay", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6,144 sampled tokens" in done.stdout
     assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")

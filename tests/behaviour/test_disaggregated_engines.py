@@ -22,7 +22,7 @@ from tests.behaviour.conftest import (
     assert_rows,
     assert_true_completion,
     random_prompt,
-    run_program,
+    run_module,
 )
 from tests.behaviour.test_nixl import CASES, GREEDY, ask_generate
 
@@ -101,6 +101,6 @@ def test_rows_of_two_prompts_begin_after_the_received_kv(pair: Pair, model: Path
 def test_program_finds_every_row_true(tmp_path: Path, line: str) -> None:
     if line != FIRST:
         pytest.skip("the program is of the first line")
-    done = run_program("demos.disaggregated", tmp_path)
+    done = run_module("demos.disaggregated", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.server import Server
-from tests.behaviour.conftest import run_program
+from tests.behaviour.conftest import run_module
 from tests.behaviour.test_demo import assert_demo_passes
 from tests.real import PROJECT
 
@@ -41,6 +41,6 @@ def test_demo_of_the_release_finds_only_zero_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(PRISTINE))
-    done = run_program("demos.rows", tmp_path, "--on", LINE, "--pristine")
+    done = run_module("demos.rows", tmp_path, "--on", LINE, "--pristine")
     assert done.returncode == 1
     assert "this vLLM returns only zero rows" in done.stdout
