@@ -13,8 +13,13 @@ import pytest
 from harness.engine_v0_33_0 import OPTIONS
 from harness.on_cpu import TESTED
 from tests.behaviour.conftest import environment  # noqa: F401
-from tests.behaviour.test_all_families import *  # noqa: F403
-from tests.behaviour.test_all_families import Answered, answer
+from tests.behaviour.test_all_families import (  # noqa: F401
+    Answered,
+    answer,
+    test_rows_after_a_cached_prefix_are_what_the_routers_select,
+    test_rows_have_the_form_of_the_model,
+    test_rows_of_a_batch_are_what_the_routers_of_transformers_select,
+)
 
 pytestmark = pytest.mark.slow
 
