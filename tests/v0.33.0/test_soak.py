@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.lines import LINES
-from harness.process import ENVIRONMENT
-from tests.real import PROJECT
+from tests.behaviour.test_endpoints import run_program
 
 SOAK = """
 import sys
@@ -24,17 +19,8 @@ soak(Path(sys.argv[1]), sys.argv[2])
 
 
 @pytest.mark.slow
-def test_soak(checkpoint: Callable[..., Path], line: str) -> None:
+def test_soak(checkpoint: Callable[..., Path], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, because Triton's interpreter must be chosen before vLLM is
     imported."""
-    subprocess.run(
-        [sys.executable, "-c", SOAK, str(checkpoint()), line],
-        cwd=PROJECT.root,
-        env={
-            **os.environ,
-            **ENVIRONMENT,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            **LINES[line].variables(),
-        },
-        check=True,
-    )
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    run_program(line, "-c", SOAK, str(checkpoint()), line)
