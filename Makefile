@@ -130,7 +130,7 @@ replay: $(INSTALLED) #> Replay the server's routes in trainers (megatron-core: f
 
 .PHONY: disaggregated
 disaggregated: $(INSTALLED) #> Prefill and decode in two engines: compare every row of the joined answers
-	@exec $(PY) -m demos.disaggregated
+	@exec $(PY) -m demos.disaggregated --on $(LINE)
 
 ##@ Test
 

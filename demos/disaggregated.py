@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode in two engines: compares every row of their joined answers.
 
-    python -m demos.disaggregated [--out DIR]
+    python -m demos.disaggregated [--out DIR] [--on LINE]
 
 Two `vllm serve` of a small MoE model share KV through files (ExampleConnector), behind the proxy.
 Every row of an answer is compared with Hugging Face `transformers`.
@@ -29,6 +29,7 @@ from demos.rows import report
 from examples import proxy
 from examples.client import Completion, generate
 from harness import disaggregated, text
+from harness.lines import FIRST, LINES
 from harness.oracle import Comparison, Oracle, compare
 from harness.server import Server
 
@@ -59,8 +60,12 @@ def _show(args: argparse.Namespace, console: Console) -> None:
             for role in (disaggregated.PREFILL, disaggregated.DECODE)
         )
         with (
-            program.serving(console, checkpoint, out / "prefill.log", first, env) as prefill,
-            program.serving(console, checkpoint, out / "decode.log", second, env) as decode,
+            program.serving(
+                console, checkpoint, out / "prefill.log", first, env, args.on
+            ) as prefill,
+            program.serving(
+                console, checkpoint, out / "decode.log", second, env, args.on
+            ) as decode,
             proxy.running(prefill.url, decode.url) as url,
         ):
             completions = _ask(url, checkpoint, decode, console)
@@ -112,6 +117,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "Serve a small random MoE model with a prefill and a decode engine behind a "
         "proxy that joins their rows, and compare these with Hugging Face transformers.",
         out="build/disaggregated",
+    )
+    parser.add_argument(
+        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
     )
     return parser.parse_args(argv)
 

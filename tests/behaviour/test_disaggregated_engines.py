@@ -16,7 +16,6 @@ from examples import proxy
 from examples.client import decode_rows, generate
 from harness import disaggregated
 from harness.disaggregated import Pair
-from harness.lines import FIRST
 from tests.behaviour.conftest import (
     BLOCK,
     assert_rows,
@@ -99,8 +98,6 @@ def test_rows_of_two_prompts_begin_after_the_received_kv(pair: Pair, model: Path
 
 
 def test_program_finds_every_row_true(tmp_path: Path, line: str) -> None:
-    if line != FIRST:
-        pytest.skip("the program is of the first line")
-    done = run_module("demos.disaggregated", tmp_path)
+    done = run_module("demos.disaggregated", tmp_path, "--on", line)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
