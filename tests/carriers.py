@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt rows in `kv_transfer_params` that no prefill engine sends, and tests that send them.
 
-`test_fuzz.py` imports the tests. Their fixtures are `server`, a server that returns rows, and
-`check_server`, which checks that it is alive and right.
+`test_fuzz.py` imports the tests. The fixture `server` is a server that returns rows. `check_server`
+checks that the server is alive and right.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 | family | why |
 |---|---|
-| DeepSeek-V2 and V3 | vLLM's gate rounds V2's logits to bfloat16, Hugging Face's does not; MLA is
-  off on a CPU |
+| DeepSeek-V2 and V3 | vLLM's gate rounds V2's logits to bfloat16; MLA is off on a CPU |
 | gpt-oss | CPU kernels take bfloat16 only |
 """
 
