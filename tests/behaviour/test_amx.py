@@ -63,11 +63,7 @@ def test_rows_in_float32_are_those_of_transformers(
 
 @pytest.mark.parametrize(
     ("has_amx", "kernel"),
-    [
-        (False, "forward_grouped_gemm"),
-        (True, "forward_grouped_gemm"),
-        (True, "SGLFusedMOE"),
-    ],
+    [(False, "forward_grouped_gemm"), (True, "forward_grouped_gemm"), (True, "SGLFusedMOE")],
 )
 def test_rows_in_bfloat16_are_what_the_logits_of_the_same_forward_choose(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, has_amx: bool, kernel: str

@@ -188,10 +188,7 @@ def test_kv_of_one_prompt_is_not_given_to_several_choices(count: dict[str, Any])
 
 def test_refusal_of_an_engine_is_passed_on() -> None:
     refusal = {"error": {"message": "max_tokens is -1", "code": 400}}
-    for pair in (
-        (Stub(refusal, status=400), Stub({})),
-        (prefilled(), Stub(refusal, status=400)),
-    ):
+    for pair in ((Stub(refusal, status=400), Stub({})), (prefilled(), Stub(refusal, status=400))):
         with standing(*pair) as url:
             reply = ask(url)
         assert (reply.status_code, reply.json()) == (400, refusal)

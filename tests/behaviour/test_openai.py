@@ -140,12 +140,7 @@ def test_every_prompt_of_a_list_has_its_rows(
 @pytest.mark.parametrize("is_chat", [False, True])
 @pytest.mark.parametrize("above", [False, True], ids=["vllm_xargs", "top level"])
 def test_rows_start_where_asked(
-    client: openai.OpenAI,
-    server: Server,
-    model: Path,
-    above: bool,
-    is_chat: bool,
-    is_stream: bool,
+    client: openai.OpenAI, server: Server, model: Path, above: bool, is_chat: bool, is_stream: bool
 ) -> None:
     send: Any = chat if is_chat else complete
     prompt: Any = words(13, 9) if is_chat else random_prompt(13, BLOCK + 20)

@@ -177,10 +177,9 @@ def replayed(
                 paths=[*([verl()] if module == "verl" else []), *line.packages],
                 **{**ENVIRONMENT, **line.environment, "TORCH_COMPILE_DISABLE": "1"},
                 VLLM_CACHE_ROOT=str(folder / "cache"),
-                RECIPE={
-                    "verl": commands("verl")[1],
-                    "skyrl": commands("SkyRL", "python")[0],
-                }.get(module, ""),
+                RECIPE={"verl": commands("verl")[1], "skyrl": commands("SkyRL", "python")[0]}.get(
+                    module, ""
+                ),
             )
         run(client.environment / "bin/python", f"with_{module}", records, folder / "out")
         return folder / "out"

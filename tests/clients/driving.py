@@ -22,11 +22,7 @@ OWN = -1
 # Sizes of prompts, which fill several chunks and blocks, and of what is said between two turns.
 PROMPT, BETWEEN, TURNS = 131, 11, 4
 # Settings of an engine.
-SETTINGS = {
-    "block_size": 32,
-    "max_num_batched_tokens": 64,
-    "kv_cache_memory_bytes": 64 << 20,
-}
+SETTINGS = {"block_size": 32, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 # Tokens of a model that aborts are tried on, and of an answer that is aborted: it cannot end first.
 LENGTH, LONG = 32_768, 32_000
 

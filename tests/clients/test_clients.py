@@ -73,10 +73,7 @@ def test_client_takes_the_oracles_rows(
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_broken_rule_of_the_server_is_noticed(
-    rule: str,
-    answers: Answers,
-    replayed: Callable[[str], Path],
-    table: dict[tuple[str, str], str],
+    rule: str, answers: Answers, replayed: Callable[[str], Path], table: dict[tuple[str, str], str]
 ) -> None:
     behaviour, _, client, found = BROKEN[rule]
     folder = replayed(client)

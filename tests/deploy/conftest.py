@@ -57,11 +57,7 @@ class Stage:
             **environment,
         }
         return subprocess.run(
-            [str(DEPLOY / script), *arguments],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=120,
+            [str(DEPLOY / script), *arguments], env=env, capture_output=True, text=True, timeout=120
         )
 
     def calls(self) -> list[list[str]]:

@@ -339,8 +339,7 @@ class Engine:
             lost = {block_ids[req_id][blocks[self.lose % len(blocks)]]}
             self.lose = None
         output.kv_connector_output = KVConnectorOutput(
-            finished_recving={r for r in loads if r not in output.req_ids},
-            invalid_block_ids=lost,
+            finished_recving={r for r in loads if r not in output.req_ids}, invalid_block_ids=lost
         )
         if not self.setup.loads_end:
             # They are computed before anybody uses them.

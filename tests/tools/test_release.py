@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -143,12 +144,9 @@ def test_a_tag_gives_the_same_bytes_again_and_nothing_is_tagged_or_pushed(
     assert (release_of(other) / "CHANGES.md").read_text() == "mine\n"
 
 
-def log(old: str, new: str) -> Callable[[Toy], object]:
-    def do(repo: Toy) -> None:
-        (repo.root / "CHANGELOG.md").write_text(CHANGELOG.replace(old, new))
-        commit(repo)
-
-    return do
+def log(repo: Toy, old: str, new: str) -> None:
+    (repo.root / "CHANGELOG.md").write_text(CHANGELOG.replace(old, new))
+    commit(repo)
 
 
 def later(repo: Toy) -> None:
@@ -166,8 +164,8 @@ def break_rule(repo: Toy) -> None:
     [
         (lambda repo: (repo.root / "stray").write_text(""), "?? stray"),
         (lambda repo: shutil.rmtree(repo.root / ".git"), "not a git repository"),
-        (log("2030-02-01", "unreleased"), "no section '## re.3, <date>'"),
-        (log("re.3", "re.7"), "no section '## re.3, <date>'"),
+        (partial(log, old="2030-02-01", new="unreleased"), "no section '## re.3, <date>'"),
+        (partial(log, old="re.3", new="re.7"), "no section '## re.3, <date>'"),
         (later, "re.3 is released already"),
         (lambda repo: repo.commit("[Core] Later", {"vllm/later.py": "1\n"}), "would be lost"),
         (break_rule, "the series breaks its rules"),

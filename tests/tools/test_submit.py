@@ -197,11 +197,7 @@ PLACEHOLDERS = [("", ""), ("Ada Person", ""), ("Ada Person", "ada"), (PROJECT_NA
         (None, "count-rows --clone nowhere", "not a clone of vLLM"),
         *((person(*who), FIRST, "a person's|user.name '...'") for who in PLACEHOLDERS),
         (lambda _, clone: git(clone, "branch", "taken"), f"{THIRD} --branch taken", "-D taken; or"),
-        (
-            lambda toy, _: add(toy, "[Core] Ours", "ours", DENIED),
-            "ours",
-            "Denied [there]",
-        ),
+        (lambda toy, _: add(toy, "[Core] Ours", "ours", DENIED), "ours", "Denied [there]"),
         (need_later, FIRST, "two.patch, which stands later"),
         (need_unsaid, "change-it", "conflicts in vllm/envs.py|Needs:"),
         (upstream_has("'nine'"), FIRST, f"a patch does not fit main|{FIRST}"),

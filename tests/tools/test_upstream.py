@@ -110,9 +110,8 @@ def test_every_test_of_a_file_has_its_outcome(tmp_path: Path) -> None:
 
 
 def test_garbage_collections_of_tests_leave_imported_modules_out(tmp_path: Path) -> None:
-    source = "import gc\ndef test():\n    gc.unfreeze()\n    assert gc.get_freeze_count() > 10_000"
-    (outcome,) = run(tmp_path, source).values()
-    assert outcome.status == PASSED, outcome.message
+    source = "import gc\ndef test():\n gc.unfreeze()\n assert gc.get_freeze_count() > 9_999"
+    assert [outcome.status for outcome in run(tmp_path, source).values()] == [PASSED]
 
 
 def test_only_a_finished_file_is_not_run_again(tmp_path: Path) -> None:

@@ -229,10 +229,7 @@ def test_request_asks_for_rows_from_a_start() -> None:
 def test_every_bad_answer_is_told_in_one_sentence(
     status: int, body: str, stream: bool, told: str
 ) -> None:
-    with (
-        Stub(body, status).running() as server,
-        pytest.raises(RoutedExpertsError, match=told),
-    ):
+    with Stub(body, status).running() as server, pytest.raises(RoutedExpertsError, match=told):
         client.generate(server.url, PROMPT, {}, stream=stream)
 
 

@@ -316,9 +316,7 @@ def test_same_numerics_have_no_mismatch(
     assert found.tokens == found.decisions == 0
 
 
-def test_decision_that_differs_is_found_where_it_is(
-    sampled: tuple[Any, list[Completion]],
-) -> None:
+def test_decision_that_differs_is_found_where_it_is(sampled: tuple[Any, list[Completion]]) -> None:
     model, completions = sampled
     rows = completions[1].rows.copy()
     ids = rows[6, 2]

@@ -28,10 +28,7 @@ from vllm.distributed.aux_output_connector import worker as worker_side
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import (
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -133,14 +130,7 @@ MENDED = {
     "loads beside silent requests": Setup(connector=True, also=("reload", "silent")),
     "resets with a step in flight": Setup(asynchronous=True, depth=2, also=("reset",)),
     "failed loads": Setup(connector=True, also=("preempt", "reload", "fail")),
-    "asynchronous sessions": Setup(
-        asynchronous=True,
-        depth=2,
-        also=(
-            "preempt",
-            "session",
-        ),
-    ),
+    "asynchronous sessions": Setup(asynchronous=True, depth=2, also=("preempt", "session")),
     "remote prefills": Setup(connector=True, also=("receive", "reload", "silent", "fail")),
     "asynchronous remote prefills": Setup(
         asynchronous=True,
@@ -233,10 +223,7 @@ def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
 def make_spec(kind: str, block_size: int) -> KVCacheSpec:
     if kind == "mamba":
         return MambaSpec(
-            block_size=block_size,
-            shapes=((1,),),
-            dtypes=(torch.float32,),
-            mamba_cache_mode="align",
+            block_size=block_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align"
         )
     shape = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     if kind == "window":
@@ -610,10 +597,7 @@ class Engine:
         self.steps.append(step)
 
     def load(
-        self,
-        scheduled: SchedulerOutput,
-        loads: dict[str, range],
-        block_ids: dict[str, list[int]],
+        self, scheduled: SchedulerOutput, loads: dict[str, range], block_ids: dict[str, list[int]]
     ) -> tuple[KVConnectorOutput | None, set[str]]:
         """What the KV connector did in the step, and the requests that use what it lost."""
         if not self.setup.connector:
