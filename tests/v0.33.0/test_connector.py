@@ -751,7 +751,8 @@ class Engine:
     def abort_stuck_session(self) -> None:
         waiting = self.scheduler.kv_holding_waiting
         in_flight = any(step.scheduled.total_num_scheduled_tokens for step in self.steps)
-        stuck = waiting and not in_flight and not self.scheduler.running
+        loads = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in waiting)
+        stuck = waiting and not (loads or in_flight or self.scheduler.running)
         if left_out("sessions that wait for each other's KV", stuck):
             req_id = waiting.peek_request().request_id
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
@@ -867,3 +868,27 @@ def test_every_request_gets_exactly_its_rows(setup: Setup) -> None:
             engine.runner.connector.close()
 
     interleave()
+
+
+def test_request_that_is_preempted_in_its_own_pass_gets_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass schedules two blocks of a request, and preempts it for one of higher priority."""
+    setup = Setup(num_blocks=9, chunk=12)
+    config, _ = make_config(setup)
+    monkeypatch.setattr(config.scheduler_config, "policy", "priority")
+    monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", 8)
+    engine = Engine(setup)
+    try:
+        engine.add(list(range(28)), 1)
+        engine.requests["0"].priority = 5
+        engine.schedule([])
+        engine.add([50, 51, 52, 53], 3)
+        engine.schedule([])
+        assert engine.requests["0"].num_computed_tokens == 20
+        engine.schedule([])
+        assert engine.requests["0"].status == RequestStatus.PREEMPTED
+        engine.drain()
+        engine.check()
+    finally:
+        engine.runner.connector.close()
