@@ -18,7 +18,7 @@ LIMIT_S = 600
 # Stands for the tests of a file that gave no results.
 WHOLE_FILE = "(the whole file)"
 
-# vLLM collects garbage after each test. Objects from before the first test are left out of it:
+# vLLM collects garbage after each test. The collector skips objects from before the first test:
 # on a CPU, the search through them takes most of the time of vLLM's tests.
 _PYTEST = """
 import gc, pytest, sys
