@@ -131,20 +131,27 @@ MUTANTS = [
         "        counts = num_tokens\n",
         setups="drafts",
     ),
+    Mutant(
+        "blocks that no step computed still found",
+        SCHEDULER,
+        "                            self.kv_cache_manager.uncache_uncomputed(preempted_req)\n",
+        "",
+        setups="own_pass",
+    ),
     # Sharing.
     Mutant(
         "last hashes of an ended request lost",
         CONNECTOR,
-        "        self._finished_requests[request_id] = self._take_new_hashes(\n"
-        "            request, request.num_computed_tokens\n"
-        "        )\n",
-        "        self._finished_requests[request_id] = None\n",
+        "            self._finished_requests[request_id] = self._take_new_hashes(\n"
+        "                request, request.num_computed_tokens\n"
+        "            )\n",
+        "            pass\n",
     ),
     Mutant(
         "ended request forgotten while its step runs",
         WORKER,
-        "        if not self._positions.in_flight[state.slot]:\n            finished_now",
-        "        if True:\n            finished_now",
+        "        if self._pending_outputs:\n            # A step in flight may need it.",
+        "        if False:",
     ),
     # Loads, faults and remote prefills.
     Mutant(
