@@ -38,6 +38,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -188,6 +189,18 @@ HYBRID = {
         chunk=12,
         also=("preempt", "reset", "session", "silent"),
     ),
+    # The last window of a hit is computed again, as in DeepSeek-V4.1.
+    "replayed window": Setup(
+        groups=(("full", BLOCK), ("replay", BLOCK)), num_blocks=28, also=("preempt", "silent")
+    ),
+    "asynchronous replayed window": Setup(
+        asynchronous=True,
+        depth=2,
+        drafts=2,
+        groups=(("full", 2 * BLOCK), ("replay", BLOCK)),
+        num_blocks=28,
+        also=("preempt", "reset", "silent"),
+    ),
     "window without prefix caching": Setup(
         caching=False, groups=(WINDOW, FULL), num_blocks=28, also=("silent",)
     ),
@@ -226,6 +239,10 @@ def make_spec(kind: str, block_size: int) -> KVCacheSpec:
             block_size=block_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align"
         )
     shape = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    if kind == "replay":
+        return SlidingWindowMLASpec(
+            block_size=block_size, sliding_window=2 * BLOCK, bounded_replay=True, **shape
+        )
     if kind == "window":
         return SlidingWindowSpec(block_size=block_size, sliding_window=6, **shape)
     return FullAttentionSpec(block_size=block_size, **shape)
