@@ -39,6 +39,8 @@ PATHS = (GENERATE, "/v1/completions", "/v1/chat/completions")
 HEADERS = ("authorization", "x-request-id")
 # Place of the prompt's rows in `kv_transfer_params`. `true` asks the prefill engine for them.
 PROMPT_ROWS = "prompt_routed_experts"
+# Errors of a body that is no request, for example with `n` of 1e400 or with very deep lists.
+UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
 
 
 class ProxyError(Exception):
@@ -143,14 +145,15 @@ def make_app(prefill: str, decode: str, mooncake: str | None = None) -> FastAPI:
             body = await request.json()
             n = int((body["sampling_params"] if path == GENERATE else body).get("n") or 1)
             first_body = prefill_body(path, body)
-        except (ValueError, TypeError, AttributeError, KeyError) as e:
+        except UNREADABLE as e:
             return _error(400, f"the request is no JSON object of this endpoint: {e!r}")
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        headers["content-type"] = "application/json"
         try:
             remote = None
             if mooncake:
                 first_body["kv_transfer_params"], remote = await mooncake_params(client, mooncake)
-            first = await client.post(prefill + path, json=first_body, headers=headers)
+            first = await client.post(prefill + path, content=_encode(first_body), headers=headers)
             if first.status_code != 200:
                 return _pass_on(first)
             prefilled = first.json()
@@ -163,7 +166,8 @@ def make_app(prefill: str, decode: str, mooncake: str | None = None) -> FastAPI:
                     "hands the KV to one: send one request for each",
                 )
             second_body = decode_body(body, prefilled, remote)
-            sent = client.build_request("POST", decode + path, json=second_body, headers=headers)
+            content = _encode(second_body)
+            sent = client.build_request("POST", decode + path, content=content, headers=headers)
             reply = await client.send(sent, stream=True)
             if body.get("stream") and reply.status_code == 200:
                 return StreamingResponse(_stream(reply), media_type="text/event-stream")
@@ -205,6 +209,12 @@ def running(prefill: str, decode: str, mooncake: str | None = None) -> Iterator[
     finally:
         server.should_exit = True
         thread.join()
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    """JSON of any values that JSON was read to. The engines decide about NaN and lone surrogates,
+    which httpx's own JSON does not write."""
+    return json.dumps(body).encode()
 
 
 async def _stream(reply: httpx.Response) -> AsyncIterator[bytes]:
