@@ -212,8 +212,8 @@ def running(prefill: str, decode: str, mooncake: str | None = None) -> Iterator[
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:
-    """JSON of any values that JSON was read to. The engines decide about NaN and lone surrogates,
-    which httpx's own JSON does not write."""
+    """Write any value that `json.loads` returned. httpx's own writer refuses NaN and lone surrogates.
+    Here the engines decide about them."""
     return json.dumps(body).encode()
 
 
