@@ -212,8 +212,8 @@ def running(prefill: str, decode: str, mooncake: str | None = None) -> Iterator[
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:
-    """Write any value that `json.loads` returned. httpx's own writer refuses NaN and lone surrogates.
-    Here the engines decide about them."""
+    """Write any value that `json.loads` returned. httpx's own writer refuses NaN and lone
+    surrogates. Here the engines decide about them."""
     return json.dumps(body).encode()
 
 
