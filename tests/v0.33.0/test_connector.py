@@ -768,7 +768,11 @@ class Engine:
     def abort_stuck_session(self) -> None:
         waiting = self.scheduler.kv_holding_waiting
         in_flight = any(step.scheduled.total_num_scheduled_tokens for step in self.steps)
-        loads = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in waiting)
+        loaded = self.scheduler.finished_recving_kv_req_ids
+        loads = any(
+            r.status == RequestStatus.WAITING_FOR_REMOTE_KVS and r.request_id not in loaded
+            for r in waiting
+        )
         stuck = waiting and not (loads or in_flight or self.scheduler.running)
         if left_out("sessions that wait for each other's KV", stuck):
             req_id = waiting.peek_request().request_id
