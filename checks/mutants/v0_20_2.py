@@ -44,15 +44,10 @@ MUTANTS = [
     ),
     Mutant(
         "blocks kept after a preemption",
-        MANAGER,
-        "] = False\n        self._release(request.request_id)\n",
-        "] = False\n",
-    ),
-    Mutant(
-        "blocks of a preempted request counted on",
-        MANAGER,
-        "            self.rows.is_usable[block.block_id] = False\n        self._release",
-        "            pass\n        self._release",
+        SCHEDULER,
+        "            self.routed_experts.release(request.request_id)\n",
+        "            pass\n",
+        setups="loads and end",
     ),
     Mutant(
         "new blocks of a request not noted",

@@ -101,9 +101,11 @@ SETUPS = {
     "KV connector, failed loads end": Setup(
         connector=True, num_blocks=80, chunk=24, loads_end=True
     ),
-    # No request is preempted: the release caches what it was loading then.
+    "batch queue, failed loads end": Setup(
+        depth=3, connector=True, num_blocks=80, chunk=24, loads_end=True
+    ),
     "asynchronous, failed loads end": Setup(
-        asynchronous=True, depth=2, connector=True, num_blocks=200, chunk=24, loads_end=True
+        asynchronous=True, depth=2, connector=True, num_blocks=80, chunk=24, loads_end=True
     ),
 }
 
@@ -401,25 +403,29 @@ class Engine:
                 assert (rows[:, 1, 1] == self.worker.weights).all()
                 chunks.append(rows)
 
+    def spoils_cache(self, request: Request) -> bool:
+        """The release caches what a silent request loads that is preempted or ends meanwhile."""
+        asks = request.sampling_params.return_routed_experts
+        return not asks and len(self.spoiled) > 0 and len(self.on_the_way) > 0
+
     def abort(self, index: int) -> None:
-        # The release caches what a request loads that ends meanwhile.
-        if self.requests and not (self.spoiled and self.on_the_way):
-            req_id = str(index % len(self.requests))
+        req_id = str(index % len(self.requests)) if self.requests else ""
+        if req_id and not self.spoils_cache(self.requests[req_id]):
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def preempt(self, index: int) -> None:
         """As the scheduler does for want of blocks, or for a request of higher priority."""
-        if (running := self.scheduler.running) and not (self.spoiled and self.on_the_way):
+        running = self.scheduler.running
+        if running and not self.spoils_cache(running[index % len(running)]):
             request = running.pop(index % len(running))
             self.scheduler._preempt_request(request, 0.0)
             self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def reset(self, running: bool) -> None:
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS
-        if running and any(request.status == loading for request in self.requests.values()):
-            # The release refuses it, with an error.
-            return
-        if self.spoiled and self.on_the_way:
+        kept = self.scheduler.requests.values()
+        if running and any(r.status == loading or r.is_finished() for r in kept):
+            # The release refuses it while KV is loading, with an error.
             return
         if self.scheduler.reset_prefix_cache(reset_running_requests=running):
             self.worker.weights += 1
