@@ -404,7 +404,7 @@ class Engine:
                 chunks.append(rows)
 
     def spoils_cache(self, request: Request) -> bool:
-        """The release caches what a silent request loads that is preempted or ends meanwhile."""
+        """What a silent request computes from lost KV stays cached if it is preempted or ends."""
         asks = request.sampling_params.return_routed_experts
         return not asks and len(self.spoiled) > 0 and len(self.on_the_way) > 0
 
