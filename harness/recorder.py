@@ -128,9 +128,17 @@ class Recorder:
         for name, module in self.model_runner.get_model().named_modules():
             if match := GATE.search(name):
                 generator = torch.Generator().manual_seed(int(match[1]))
-                weight = module.weight.data
-                random = torch.randn(weight.shape, generator=generator) * std
-                weight.copy_(random.to(weight.dtype))
+                shape = module.output_size, module.input_size
+                random = torch.randn(shape, generator=generator) * std
+                if hasattr(module, "cpu_linear"):
+                    # A kernel of the CPU has the weight in its own order, and may have removed it.
+                    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+                    weight = random.to(module.weight.dtype)
+                    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+                    dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+                else:
+                    module.weight.data.copy_(random)
 
     def _batch_reader(self) -> Callable[[], tuple[list[int], list[int]]]:
         """A function that gives, during a forward pass, the first token of each of its requests and

@@ -48,6 +48,14 @@ OPTIONS: dict[str, Any] = {
     "seed": 0,
 }
 
+AMX_PLUGIN = """
+import torch
+
+def pretend():
+    torch.cpu._is_amx_tile_supported = lambda: {has_amx}
+    print("The CPU has AMX: {has_amx}")
+"""
+
 
 def terminate_elsewhere(context: Any) -> None:
     """`zmq.Context.__del__` that does not wait in the thread of the garbage collector.
@@ -143,9 +151,19 @@ def run_module(module: str, out: Path, *options: str) -> subprocess.CompletedPro
         cwd=Path(__file__).parents[2],
         text=True,
         capture_output=True,
-        timeout=600,
+        timeout=840,
         check=False,
     )
+
+
+def pretend_amx(folder: Path, has_amx: bool) -> None:
+    """Write a plugin: with ``folder`` on PYTHONPATH, every process of vLLM believes that the CPU
+    has AMX, or that it has none."""
+    package = folder / "amx-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: amx\nVersion: 0\n")
+    (package / "entry_points.txt").write_text("[vllm.general_plugins]\namx = amx:pretend\n")
+    (folder / "amx.py").write_text(AMX_PLUGIN.format(has_amx=has_amx))
 
 
 def random_prompt(seed: int, length: int) -> list[int]:

@@ -10,16 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.behaviour.conftest import run_module
+from tests.behaviour.conftest import pretend_amx, run_module
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
-PLUGIN = """
-import torch
-
-def pretend():
-    torch.cpu._is_amx_tile_supported = lambda: {has_amx}
-    print("The CPU has AMX: {has_amx}")
-"""
 
 
 def assert_demo_passes(out: Path, *options: str) -> None:
@@ -57,11 +50,8 @@ def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kern
 ) -> None:
     """CPUs with and without AMX use different MoE kernels: see test_amx.py. A plugin makes every
     process of the server believe that the CPU is of the other kind."""
-    package, out = tmp_path / "amx-0.dist-info", tmp_path / "out"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: amx\nVersion: 0\n")
-    (package / "entry_points.txt").write_text("[vllm.general_plugins]\namx = amx:pretend\n")
-    (tmp_path / "amx.py").write_text(PLUGIN.format(has_amx=not HAS_AMX))
+    out = tmp_path / "out"
+    pretend_amx(tmp_path, not HAS_AMX)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = run_module("demos.rows", out, "--corrupt")
     assert done.returncode != 0

@@ -13,7 +13,7 @@ from tests.behaviour.conftest import run_module
 
 @pytest.mark.slow
 def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
-    load = ["--requests=8", "--rounds=2", "--max-tokens=24", "--step-interval=3", "--minutes=5"]
+    load = ["--requests=8", "--rounds=2", "--max-tokens=24", "--step-interval=3", "--minutes=13"]
     done = run_module("gpu.eplb", tmp_path, "--device=cpu", "--eager", *load)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "result.json").read_text())
