@@ -131,7 +131,7 @@ class Recorder:
                 shape = module.output_size, module.input_size
                 random = torch.randn(shape, generator=generator) * std
                 if hasattr(module, "cpu_linear"):
-                    # A kernel of the CPU has the weight in its own order, and may have removed it.
+                    # The CPU's kernel has a reordered copy; the weight itself may be gone.
                     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
                     weight = random.to(module.weight.dtype)

@@ -157,8 +157,8 @@ def run_module(module: str, out: Path, *options: str) -> subprocess.CompletedPro
 
 
 def pretend_amx(folder: Path, has_amx: bool) -> None:
-    """Write a plugin: with ``folder`` on PYTHONPATH, every process of vLLM believes that the CPU
-    has AMX, or that it has none."""
+    """Write a plugin of vLLM into ``folder``. With the folder on PYTHONPATH, every process of vLLM
+    believes what ``has_amx`` says of the CPU."""
     package = folder / "amx-0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: amx\nVersion: 0\n")
