@@ -156,7 +156,7 @@ KNOWN = {
     "logprob_token_ids",  # the CPU engine, which has no Triton, ends
     "response_format",  # a structural tag of another form: AssertionError in to_sampling_params
     "tool_calls",  # one that is no function: KeyError in chat_utils._postprocess_messages
-    "trace_decode_token_ids",  # an empty list: an error without a message
+    "trace_decode_token_ids",  # empty, or n > 1: ValueError in _validate_trace_replay
 }
 
 

@@ -246,9 +246,8 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
             "# Clients\n",
             f"`{command}`, {datetime.date.today()}, on a CPU: vLLM "
             f"{importlib.metadata.version('vllm')}, series of {len(series)} patches (`{of}`). "
-            "Rows that a trainer takes and that equal the router of Hugging Face `transformers`, "
-            "float32; a number stands for all rows of the case. – means that the client does not "
-            "do this.\n",
+            "A number counts the rows that a trainer takes. All of them equal the router of "
+            "Hugging Face `transformers`, in float32. – means that the client does not do this.\n",
             markdown(["Client", *BEHAVIOURS], rows),
             "With a rule of the server broken in the recorded answers:\n",
             markdown(["Rule broken", "Client", "Found"], broken).rstrip("\n") + "\n",
