@@ -671,13 +671,13 @@ class Engine:
             request = self.requests[output.request_id]
             if output.routed_experts is None:
                 continue
-            if isinstance(output.routed_experts, list):  # one array in the release
-                output.routed_experts = np.concatenate(output.routed_experts)
             assert output.request_id in self.asking
             start = self.ends[output.request_id]
-            if stated := getattr(output, "routed_experts_start", 0):
-                assert stated <= step.firsts[output.request_id]
-                start = max(start, stated)
+            if not isinstance(output.routed_experts, np.ndarray):  # one array in the release
+                if stated := output.routed_experts.start:
+                    assert stated <= step.firsts[output.request_id]
+                    start = max(start, stated)
+                output.routed_experts = np.concatenate(output.routed_experts.pieces)
             self.ends[output.request_id] = end = start + len(output.routed_experts)
             truth = step.truth[output.request_id][start:end]
             assert not (truth == GARBAGE).all((1, 2)).any()
