@@ -83,7 +83,7 @@ MUTANTS = [
     Mutant(
         "block without rows given out first",
         CACHE,
-        ") is not None and not rows.is_usable[first.block_id]:",
+        ") is not None and rows.first_step[first.block_id] == NEVER:",
         ") is None:",
     ),
     Mutant(
@@ -95,13 +95,13 @@ MUTANTS = [
     Mutant(
         "marks survive a reset",
         CACHE,
-        "        self._rows.is_usable[:] = False\n",
+        "        self._rows.first_step[:] = NEVER\n",
         "        pass\n",
     ),
     Mutant(
         "marks survive an eviction",
         CACHE,
-        "            self._rows.is_usable[block.block_id] = False\n",
+        "            self._rows.first_step[block.block_id] = NEVER\n",
         "            pass\n",
     ),
     Mutant(
@@ -118,15 +118,22 @@ MUTANTS = [
     ),
     Mutant(
         "only the first block of a request noted",
-        ROWS,
-        "RequestRows(request, block_ids.copy(), ",
-        "RequestRows(request, block_ids[:1], ",
+        MANAGER,
+        "            block_ids[self.group_id].copy(),\n",
+        "            block_ids[self.group_id][:1],\n",
     ),
     Mutant(
         "rows of a block always on their way",
         ROWS,
-        "            self.is_pending[full] = False\n",
+        "            self.first_step[blocks[self.first_step[blocks] <= step]] = 0\n",
         "            pass\n",
+    ),
+    Mutant(
+        "step in flight brings rows of a later request with the block",
+        ROWS,
+        "            self.first_step[blocks[self.first_step[blocks] <= step]] = 0\n",
+        "            self.first_step[blocks] = 0\n",
+        setups="loads and end",
     ),
     Mutant(
         "first rows of a shared block left out",

@@ -30,10 +30,17 @@ def litter() -> set[str]:
     return shared | temporary
 
 
+def usable_blocks(manager: Any) -> list[int]:
+    """Of v0.20.2: blocks with rows in the prefix cache."""
+    from vllm.v1.core.routed_experts_rows import NEVER
+
+    return (manager.rows.first_step != NEVER).nonzero()[0].tolist()
+
+
 def count_blocks(scheduler: Any) -> int:
     """KV blocks whose rows the scheduler keeps."""
     if hasattr(scheduler, "routed_experts"):
-        return int(scheduler.routed_experts.rows.is_usable.sum())
+        return len(usable_blocks(scheduler.routed_experts))
     return len(scheduler.aux_output_connector._kv_cached)
 
 
@@ -43,8 +50,7 @@ def assert_nothing_is_left(scheduler: Any) -> None:
         manager, blocks = scheduler.routed_experts, scheduler.kv_cache_manager.block_pool.blocks
         assert not manager.requests
         assert not manager.steps_in_flight
-        usable = manager.rows.is_usable.nonzero()[0].tolist()
-        assert all(blocks[block_id].block_hash is not None for block_id in usable)
+        assert all(blocks[b].block_hash is not None for b in usable_blocks(manager))
     else:
         connector = scheduler.aux_output_connector
         kept = (connector._unsent, connector._sent_hash_counts, connector._unsent_hashes)

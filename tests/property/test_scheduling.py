@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.core.routed_experts_kv_transfer import RoutedExpertsKVTransfer
+from vllm.v1.core.routed_experts_rows import NEVER
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -480,10 +481,10 @@ class Engine:
             block_hash = b"".join(hashes[index * per_block : (index + 1) * per_block])
             key = make_block_hash_with_group_id(block_hash, self.manager.group_id)
             block = cached.cached_block_hash_to_block.get_one_block(key)
-            if block is None or not kept.is_usable[block.block_id]:
+            if block is None or kept.first_step[block.block_id] == NEVER:
                 continue
             # No step is on its way.
-            assert not kept.is_pending[block.block_id]
+            assert kept.first_step[block.block_id] == 0
             begin = block.block_id * BLOCK
             for position, row in enumerate(kept._rows[begin : begin + BLOCK], index * BLOCK):
                 expected = true_row(tokens, position, self.worker.weights)

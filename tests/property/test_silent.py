@@ -8,6 +8,7 @@ import tracemalloc
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.routed_experts_rows import NEVER
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -62,5 +63,5 @@ def test_nothing_is_kept_or_allocated(engine: Engine) -> None:
     assert grown == []
     assert not engine.manager.requests
     assert not engine.manager.steps_in_flight
-    assert not engine.manager.rows.is_usable.any()
+    assert (engine.manager.rows.first_step == NEVER).all()
     assert engine.manager.take_stats() is None
