@@ -161,11 +161,13 @@ class Oracle:
             raise ValueError(f"{checkpoint} has no layer with a router")
         self.layers = tuple(routing)
 
-    def route(self, token_ids: Sequence[int]) -> Routes:
+    def route(self, token_ids: Sequence[int], past: Any = None) -> Routes:
         """Route a whole sequence.
 
         Args:
             token_ids: T ids, prompt and generated tokens together.
+            past: a cache of `transformers` with the KV of the tokens before these. It gets the
+                KV of these tokens too.
 
         Raises:
             ValueError: no tokens.
@@ -176,7 +178,9 @@ class Oracle:
             raise ValueError("there are no tokens to route")
         self._seen.clear()
         with torch.inference_mode():
-            self._model(torch.tensor([list(token_ids)]), use_cache=False)
+            self._model(
+                torch.tensor([list(token_ids)]), past_key_values=past, use_cache=past is not None
+            )
         ids = np.stack([self._seen[layer][0] for layer in self.layers])
         scores = np.stack([self._seen[layer][1] for layer in self.layers])
         return Routes(self.layers, self.num_layers, ids, scores)
@@ -213,6 +217,22 @@ def load(checkpoint: Path | str) -> Oracle:
 def route(checkpoint: Path | str, token_ids: Sequence[int]) -> Routes:
     """`Oracle.route` of a checkpoint that stays loaded between calls."""
     return load(checkpoint).route(token_ids)
+
+
+def route_in_turns(*turns: tuple[Path | str, Sequence[int]]) -> Routes:
+    """Route a sequence whose weights change: each checkpoint computes its tokens over the KV that
+    the ones before it computed.
+
+    Args:
+        turns: checkpoints of one architecture, with at least one token each.
+    """
+    from transformers import DynamicCache
+
+    past = DynamicCache()
+    parts = [load(checkpoint).route(token_ids, past) for checkpoint, token_ids in turns]
+    ids = np.concatenate([part.ids for part in parts], axis=1)
+    scores = np.concatenate([part.scores for part in parts], axis=1)
+    return Routes(parts[0].layers, parts[0].num_layers, ids, scores)
 
 
 def compare(
