@@ -4,7 +4,8 @@
     python -m checks.mutants [WORDS ...]    only mutants whose name has one of these words
 
 Each line has a table of mutants (`--on`).
-Works on a copy of the installed vLLM's Python files, so that nothing of the environment changes.
+Works on a copy of the Python files of the vLLM that is installed, or of another one (`--package`).
+Nothing of the environment changes.
 """
 
 from __future__ import annotations
@@ -89,6 +90,13 @@ def record(line: str, mutants: list[Mutant], found: dict[str, int | None]) -> st
     return "\n".join([*lines, ""])
 
 
+def find_installed() -> Path:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutants whose name has one of these")
@@ -99,6 +107,12 @@ def main() -> int:
         "--jobs", type=int, default=os.cpu_count(), help="mutants at a time (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a table, as Markdown")
+    parser.add_argument(
+        "--package",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder `vllm` of Python and compiled files (default: the installed one)",
+    )
     arguments = parser.parse_args()
     words = arguments.words
     of_line, test = LINES[arguments.on]
@@ -107,10 +121,7 @@ def main() -> int:
         names = ", ".join(mutant.name for mutant in of_line)
         parser.error(f"no mutant's name has {' or '.join(words)}; there are: {names}")
     console = Console()
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    installed = Path(spec.origin).parent
+    installed = arguments.package.absolute() if arguments.package else find_installed()
     for mutant in mutants:
         if (count := (installed / mutant.file).read_text().count(mutant.before)) != 1:
             raise SystemExit(

@@ -4,27 +4,19 @@ error. The engine and all other requests go on."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.distributed.aux_output_connector.connector import AuxOutputs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.request import RequestStatus
 
-_spec = importlib.util.spec_from_file_location(
-    "connector_property", Path(__file__).with_name("test_connector.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-model: Any = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = model
-_spec.loader.exec_module(model)
-block_hashes = model.block_hashes
+from tests.connector.engine import Engine
+from tests.connector.setups import Setup
 
 # The victim's prompt takes two steps, in which it fills two blocks, and one of these at once.
 VICTIM, OTHER, SILENT = "0", "1", "2"
@@ -33,14 +25,19 @@ PROMPTS = {VICTIM: list(range(11)), OTHER: [9, 8, 7], SILENT: [5] * 6}
 Fault = Callable[[Any, pytest.MonkeyPatch], None]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def block_hashes() -> None:
+    init_none_hash(sha256)
+
+
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     """An engine with as many KV blocks as one request of the greatest length fills."""
     asynchronous = request.param
-    setup = model.Setup(
+    setup = Setup(
         asynchronous=asynchronous, depth=1 + asynchronous, num_blocks=13, also=("silent",)
     )
-    engine = model.Engine(setup)
+    engine = Engine(setup)
     yield engine
     engine.runner.connector.close()
 
@@ -190,26 +187,6 @@ def assert_has_all_rows(engine: Any, req_id: str) -> None:
     assert engine.ends[req_id] == request.num_tokens - 1
 
 
-def check_nothing_is_left(engine: Any) -> None:
-    """After all requests have ended, only stored rows that the scheduler counts are left."""
-    engine.step([])  # brings the worker the end of the last requests
-    worker_side, scheduler_side = worker(engine), engine.scheduler.aux_output_connector
-    worker_side._store._queue.join()
-    for name in ("_requests", "_slots", "_states", "_pending_outputs"):
-        assert not getattr(worker_side, name)
-    assert len(worker_side._buffer._free_slots) == len(worker_side._buffer._rows)
-    for name in ("_unsent", "_sent_hash_counts", "_unsent_hashes", "_taken", "_takers"):
-        assert not getattr(scheduler_side, name)
-    for name in ("_emitted", "_rewound", "_finished_requests", "_loading"):
-        assert not getattr(scheduler_side, name)
-    keys = model.worker_side.routed_experts_keys(
-        scheduler_side._kv_cached, str(scheduler_side._generation)
-    )
-    store = worker_side._store._store
-    assert store._references == dict.fromkeys(keys, 1)
-    assert store._lru.keys() <= store._slots.keys()
-
-
 @pytest.mark.parametrize("name", [*ONE, *ALL])
 def test_a_fault_ends_the_requests_that_it_concerns(
     engine: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -233,7 +210,7 @@ def test_a_fault_ends_the_requests_that_it_concerns(
     engine.add(PROMPTS[VICTIM], 6)
     engine.drain()
     assert_has_all_rows(engine, "3")
-    check_nothing_is_left(engine)
+    engine.check_nothing_is_left()
 
 
 @pytest.mark.parametrize("name", ["_new_state", "_drop_lost_blocks", "_finish", "_publish_blocks"])
@@ -256,7 +233,7 @@ def test_a_fault_at_the_begin_of_a_step_does_no_harm_later(
     engine.drain()
     for req_id in map(str, range(later, len(engine.requests))):
         assert_has_all_rows(engine, req_id)
-    check_nothing_is_left(engine)
+    engine.check_nothing_is_left()
     assert "Auxiliary outputs that were not stored are lost." not in caplog.messages
 
 
@@ -283,8 +260,7 @@ def test_no_request_takes_stale_rows_in_place_of_those_of_a_failed_one(
     prompt = PROMPTS[VICTIM]
     engine.add(prompt, 1)
     engine.drain()
-    engine.add(list(range(model.VOCABULARY, model.VOCABULARY + model.MAX_LEN - 2)), 1)
-    engine.drain()
+    engine.evict()
     connector = engine.scheduler.aux_output_connector
     (block_hash, *_) = engine.requests["0"].block_hashes
     assert block_hash in connector._kv_cached
@@ -299,4 +275,4 @@ def test_no_request_takes_stale_rows_in_place_of_those_of_a_failed_one(
     engine.add(prompt, 6)
     engine.drain()
     assert_has_all_rows(engine, "4")
-    check_nothing_is_left(engine)
+    engine.check_nothing_is_left()
