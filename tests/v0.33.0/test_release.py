@@ -16,6 +16,8 @@ LINE = Path(__file__).parent.name
 PRISTINE = PROJECT.root / "build" / LINE / "pristine" / "site"
 TEST = Path(__file__).with_name("test_connector.py")
 NAME = "test_every_request_gets_exactly_its_rows"
+# What fails first is enough.
+OPTIONS = ["--tb=short", "--hypothesis-profile=unshrunk"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,7 +30,7 @@ pytestmark = [
 def run(setup: str) -> tuple[int, str]:
     """Exit status and output of the property test on the release."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", f"{TEST}::{NAME}[{setup}]", "--tb=short"],
+        [sys.executable, "-m", "pytest", f"{TEST}::{NAME}[{setup}]", *OPTIONS],
         cwd=PROJECT.root,
         env={**os.environ, "PYTHONPATH": str(PRISTINE)},
         text=True,
