@@ -521,14 +521,16 @@ class Engine:
         if self.faults:
             self.faults.armed.clear()
         self.check_nothing_is_left()
-        # Else the scheduler hears with the next rows that none are stored.
-        if not getattr(self.runner.connector._store, "lost_all", False):
-            for request in self.requests.values():
-                self.check_stored(request)
+        for request in self.requests.values():
+            self.check_stored(request)
 
     def check_nothing_is_left(self) -> None:
         """Only cached blocks are left of requests that have ended, and stored rows that the
         scheduler counts."""
+        if getattr(self.runner.connector._store, "lost_all", False):
+            # The scheduler hears of it with the next rows.
+            self.add([1], 1)
+            self.drain()
         self.step([])  # brings the worker the end of the last requests
         while self.steps:
             self.deliver()
