@@ -12,6 +12,7 @@ BLOCK_POOL = "v1/core/block_pool.py"
 BLOCKS = "v1/core/kv_cache_utils.py"
 KV_CACHE = "v1/core/kv_cache_manager.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
+SENTINEL = "v1/fault_tolerance/engine_core_sentinel.py"
 
 MUTANTS = [
     # Stale rows.
@@ -195,6 +196,36 @@ MUTANTS = [
         "        request.aux_output_start = min(request.aux_output_start, total_computed_tokens)\n",
         "",
         setups="remote",
+    ),
+    # KV that is not there.
+    Mutant(
+        "loaded blocks stay cached when their request ends",
+        SCHEDULER,
+        "        assert request.is_finished()\n\n        self._uncache_uncertain_blocks(request)\n",
+        "        assert request.is_finished()\n\n",
+        setups="failed",
+    ),
+    Mutant(
+        "loaded blocks stay cached when their request is preempted",
+        SCHEDULER,
+        '            "Only running requests can be preempted"\n        )\n'
+        "        self._uncache_uncertain_blocks(request)\n",
+        '            "Only running requests can be preempted"\n        )\n',
+        setups="failed",
+    ),
+    Mutant(
+        "blocks of a load in flight count as certain",
+        SCHEDULER,
+        "            certain = load_start\n",
+        "            pass\n",
+        setups="failed",
+    ),
+    Mutant(
+        "blocks of a step that failed stay cached",
+        SENTINEL,
+        "        engine.scheduler.kv_cache_manager.evict_blocks(set(range(num_blocks)))\n",
+        "",
+        setups="recovery",
     ),
     # Opt-in.
     Mutant(
