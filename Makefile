@@ -265,7 +265,7 @@ wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda
 	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda $(FROM); done
 
 .PHONY: verify-cuda
-verify-cuda: $(TOOLS_LOCKED) #> Build the CUDA wheels twice, in two directories: the same bytes, base plus series
+verify-cuda: $(LOCKED) #> Build the CUDA wheels twice: the same bytes, base plus series, fit for the compiled files
 	@rm -rf $(MADE)/verify-cuda
 	for place in one two; do \
 		$(TOOLS) series apply --tree $(MADE)/verify-cuda/$$place/vllm $(FROM); \
@@ -276,6 +276,9 @@ verify-cuda: $(TOOLS_LOCKED) #> Build the CUDA wheels twice, in two directories:
 	done
 	diff -r $(MADE)/verify-cuda/one/wheels $(MADE)/verify-cuda/two/wheels
 	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm $(FROM)
+	$(PY) -c 'from harness.checkpoint import make_checkpoint; make_checkpoint("$(MADE)/verify-cuda/checkpoint")'
+	$(PY) -m tools --on $(LINE) wheel compiled $(MADE)/verify-cuda/one/wheels/*.whl \
+		--checkpoint $(MADE)/verify-cuda/checkpoint $(FROM)
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
 .PHONY: release

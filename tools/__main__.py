@@ -15,7 +15,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "source": ("fetch",),
     "series": ("apply", "export", "check", "rebase", "status"),
-    "wheel": ("build", "identity", "verify", "provenance"),
+    "wheel": ("build", "identity", "verify", "compiled", "provenance"),
     "locks": ("trim",),
     "upstream": ("test", "check-patches", "submit"),
 }

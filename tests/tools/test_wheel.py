@@ -178,7 +178,9 @@ def test_the_bill_of_materials_names_every_ingredient_by_digest(toy: Toy) -> Non
     assert bom["metadata"]["component"]["version"] == CPU
 
 
-@pytest.mark.parametrize("name", ["csrc/kernel.cu", "CMakeLists.txt", "pyproject.toml"])
+@pytest.mark.parametrize(
+    "name", ["csrc/kernel.cu", "rust/src/a.rs", "CMakeLists.txt", "pyproject.toml"]
+)
 def test_a_series_that_changes_compiled_sources_is_refused(toy: Toy, name: str) -> None:
     toy.commit("[Kernel] Faster", {name: "# faster\n"})
     toy.do("series", "export")

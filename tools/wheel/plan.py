@@ -34,9 +34,9 @@ PACKAGE = "vllm"
 VERSION_MODULE = f"{PACKAGE}/_version.py"
 
 _KERNEL = re.compile(r"\.so(\.|$)")
-# An overlay cannot change what is made of these: kernels, and the wheel's own metadata.
+# An overlay cannot change what is made of these: kernels, front end, and the metadata of the wheel.
 BUILD_INPUTS = (
-    *("CMakeLists.txt", "MANIFEST.in", "cmake/", "csrc/", "pyproject.toml", "setup.py"),
+    *("CMakeLists.txt", "MANIFEST.in", "cmake/", "csrc/", "pyproject.toml", "rust/", "setup.py"),
     *(f"requirements/{name}.txt" for name in ("common", "cpu", "cuda")),
 )
 
