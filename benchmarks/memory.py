@@ -60,6 +60,45 @@ def store_of_blocks() -> Measured:
     return count * row.nbytes, resident() - before
 
 
+def put_blocks(kept: int, replaced: int) -> Measured:
+    """v0.33.0: blocks of rows in the store of the worker.
+
+    Args:
+        kept: how many there are at the end.
+        replaced: how many others are released before, in random order.
+    """
+    from vllm.distributed.aux_output_connector.store import (
+        BackgroundBlockObjectStore,
+        BlockObject,
+        BlockObjectStore,
+    )
+
+    block = np.ones((BLOCK, LAYERS, TOP_K), np.uint8)
+    store = BackgroundBlockObjectStore(BlockObjectStore(), max_pending_batches=64)
+    keys = [index.to_bytes(32, "big") for index in range(kept + replaced)]
+    order = random.Random(0).sample(keys[:kept], min(kept, replaced))
+    before = resident()
+    for index, key in enumerate(keys):
+        released = order[index - kept : index - kept + 1] if index >= kept else []
+        store.put([BlockObject(key, block)], retain_keys=[key], release_keys=released)
+    missing = store.find_missing(keys)
+    assert len(missing) == replaced
+    return kept * block.nbytes, resident() - before
+
+
+def incomplete_blocks() -> Measured:
+    """v0.33.0: 500 requests with 16 rows each in blocks of 1,056 tokens, as with Mamba."""
+    from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
+
+    count, rows = 500, 16
+    buffer = RoutedExpertsBuffer(np.dtype(np.uint8), (LAYERS, TOP_K), 1056, count, 2)
+    piece = np.ones((rows, LAYERS, TOP_K), np.uint8)
+    before = resident()
+    for _ in range(count):
+        buffer.capture(buffer.add_request(), 0, piece)
+    return count * piece.nbytes, resident() - before
+
+
 def preempted(take: Callable[[int, int], None]) -> Measured:
     """Steps in which ever fewer requests run. The others wait, and keep their rows.
 
@@ -127,6 +166,10 @@ CASES: dict[str, dict[str, tuple[Callable[[], Measured], float]]] = {
         "the API server, 362 preempted requests": (front_end_of_processors, 1.3),
     },
     "v0.33.0": {
+        "the store, 500 blocks": (lambda: put_blocks(500, 0), 2.0),
+        "the store, 20,000 blocks": (lambda: put_blocks(20_000, 0), 2.0),
+        "the store, 20,000 blocks after 20,000 others": (lambda: put_blocks(20_000, 20_000), 2.0),
+        "500 requests with 16 rows in blocks of 1,056 tokens": (incomplete_blocks, 2.0),
         "the API server, 362 preempted requests": (front_end_of_states, 1.3),
     },
 }
