@@ -214,8 +214,8 @@ class Connector:
         self._connector = scheduling.make_worker_connector(
             config, kv_cache, shape, "uint8", snapshot
         )
-        # As in an engine that has run for a while, the store's memory was used before.
-        arena = self._connector._store._store._arena
+        # As in an engine that has run for a while, the release's store used its memory before.
+        arena = getattr(self._connector._store._store, "_arena", b"")
         for page in range(0, len(arena), mmap.PAGESIZE):
             arena[page] = 1
 

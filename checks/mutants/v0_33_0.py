@@ -55,15 +55,15 @@ MUTANTS = [
     Mutant(
         "cap removed",
         CONNECTOR,
-        "                return index * self._block_size\n",
+        "                return (first + sum(1 for _ in known)) * self._block_size\n",
         "                return None\n",
         setups="silent or window or state",
     ),
     Mutant(
         "block in which the wanted rows begin not checked",
         CONNECTOR,
-        "range(start // self._block_size, len(blocks))",
-        "range(-(-start // self._block_size), len(blocks))",
+        "        first = start // self._block_size\n",
+        "        first = -(-start // self._block_size)\n",
         setups="silent or window or state",
     ),
     # Eviction.
@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "kept rows never released",
         CONNECTOR,
-        "            self._released_hashes.append(victim)\n",
+        "            self._released_hashes.append(block_hash)\n",
         "",
         setups="window or state or silent or weights",
     ),
