@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -18,6 +19,12 @@ VOCABULARY = 50
 
 def _hash(tokens: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(tokens, dtype=np.int32).tobytes())
+
+
+def prefix_digests(tokens: Iterable[int]) -> list[int]:
+    """Of each token: what tells the sequence up to it from others."""
+    digests = accumulate(tokens, lambda d, t: zlib.crc32(t.to_bytes(4, "little"), d), initial=0)
+    return [*digests][1:]
 
 
 def next_token(tokens: Sequence[int]) -> int:

@@ -12,7 +12,8 @@ from vllm.v1.core.routed_experts_rows import NEVER
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from tests.property.test_scheduling import BLOCK, Engine, Setup
+from tests.property.engine import Engine
+from tests.property.setups import BLOCK, Setup
 
 PROMPT = list(range(3 * BLOCK))
 OURS = [tracemalloc.Filter(True, f"*{name}*") for name in ("routed_experts", "numpy")]
@@ -27,10 +28,11 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 def step(engine: Engine) -> list[bytes]:
     """Run one step; its message to the client, less the time it was made at."""
-    scheduled = engine.scheduler.schedule()
-    result = engine.worker.execute(scheduled)
-    assert result.routed_experts is None
-    outputs = engine.scheduler.update_from_output(scheduled, result).get(0, EngineCoreOutputs())
+    engine.start_step()
+    ran = engine.on_the_way.pop()
+    assert ran.output.routed_experts is None
+    outputs = engine.scheduler.update_from_output(ran.scheduled, ran.output)
+    outputs = outputs.get(0, EngineCoreOutputs())
     outputs.timestamp = 1.0
     return [bytes(frame) for frame in MsgpackEncoder().encode(outputs)]
 

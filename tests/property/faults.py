@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can break for routed experts in a step. Each fault ends requests, never the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+from vllm.v1.core.routed_experts import RoutedExpertsManager
+from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
+
+
+def lose_rows(lists: RoutedExpertsLists, index: int) -> RoutedExpertsLists | None:
+    """The worker fails at the begin of the step, and returns no rows."""
+    return None
+
+
+def lose_request(lists: RoutedExpertsLists, index: int) -> RoutedExpertsLists:
+    """The worker does not know that one request asks."""
+    is_kept = np.arange(len(lists.req_ids)) != index % len(lists.req_ids)
+    return lists._replace(
+        req_ids=[r for r, kept in zip(lists.req_ids, is_kept, strict=False) if kept],
+        num_rows=lists.num_rows[is_kept],
+        positions=lists.positions[is_kept],
+        rows=lists.rows[is_kept.repeat(lists.num_rows)],
+    )
+
+
+def lose_first_row(lists: RoutedExpertsLists, index: int) -> RoutedExpertsLists:
+    """The copy of one request's rows begins one row late."""
+    index %= len(lists.req_ids)
+    is_lost = np.arange(len(lists.req_ids)) == index
+    first = int(lists.num_rows[:index].sum())
+    return lists._replace(
+        num_rows=lists.num_rows - is_lost,
+        positions=lists.positions + is_lost,
+        rows=np.delete(lists.rows, first, axis=0),
+    )
+
+
+OF_STEP: dict[str, Callable[[RoutedExpertsLists, int], RoutedExpertsLists | None]] = {
+    fault.__name__: fault for fault in (lose_rows, lose_request, lose_first_row)
+}
+# A method that fails where the scheduler keeps rows: when they are written, or read for outputs.
+METHODS = {"write": "_find_places", "pack": "read"}
+FAULTS = [*OF_STEP, *METHODS]
+
+
+@contextmanager
+def break_rows(
+    output: ModelRunnerOutput, manager: RoutedExpertsManager, fault: str, index: int
+) -> Iterator[None]:
+    """While the scheduler processes the output of a step."""
+    if fault in METHODS:
+        with mock.patch.object(manager.rows, METHODS[fault], side_effect=RuntimeError(fault)):
+            yield
+        return
+    output.routed_experts = OF_STEP[fault](output.routed_experts, index)
+    yield
