@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "kept rows never released",
         CONNECTOR,
-        "            self._released_hashes.append(block_hash)\n",
-        "",
+        "[block_hash]\n            self._released_hashes.append(block_hash)\n",
+        "[block_hash]\n",
         setups="window or state or silent or weights",
     ),
     Mutant(
@@ -196,6 +196,28 @@ MUTANTS = [
         "        request.aux_output_start = min(request.aux_output_start, total_computed_tokens)\n",
         "",
         setups="remote",
+    ),
+    Mutant(
+        "rows kept that are older than the KV that a KV connector may have",
+        CONNECTOR,
+        "            self._release_earlier(request)\n",
+        "            pass\n",
+        setups="loads and weights or loads and other",
+    ),
+    Mutant(
+        "rows released while their KV is loaded",
+        CONNECTOR,
+        "                and block_hash not in loading\n            ):\n",
+        "            ):\n",
+        setups="loads",
+    ),
+    Mutant(
+        "block on the GPU counts as captured though its rows were released",
+        CONNECTOR,
+        "                if cached := self._gpu_cached(block_hash):\n"
+        "                    cached.has_aux_output = False\n",
+        "",
+        setups="loads",
     ),
     # KV that is not there.
     Mutant(
