@@ -260,13 +260,18 @@ class Runner:
                 since[index] = block, self.num_steps
 
     def _save(self, req_id: str, start: int) -> None:
-        """Keep the blocks that the step filled."""
+        """Keep the blocks that the step filled. If groups have larger blocks, the scheduler knows
+        smaller ones by their hash only when these are filled."""
         size = self.setup.row_block
-        for index in range(start // size, self.num_done[req_id] // size):
+        largest = max(size for _, size in self.setup.groups)
+        for index in range(start // largest * largest // size, self.num_done[req_id] // size):
             block = self.truth[req_id][index * size : (index + 1) * size]
             if not (block == GARBAGE).all((1, 2)).any():
                 name = tuple(self.tokens[req_id][: (index + 1) * size])
-                self.saved[name] = block.copy()
+                if (index + 1) * size > start:
+                    self.saved[name] = block.copy()
+                elif name not in self.saved or (self.saved[name] != block).any():
+                    continue
                 self.saved_in[name] = self.num_steps
 
     def _prepare(
