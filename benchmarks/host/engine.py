@@ -215,7 +215,7 @@ class Connector:
             config, kv_cache, shape, "uint8", snapshot
         )
         # As in an engine that has run for a while, the release's store used its memory before.
-        arena = getattr(self._connector._store._store, "_arena", b"")
+        arena: Any = getattr(self._connector._store._store, "_arena", b"")
         for page in range(0, len(arena), mmap.PAGESIZE):
             arena[page] = 1
 

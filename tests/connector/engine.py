@@ -455,7 +455,9 @@ class Engine:
             return
         scheduled, ids = self.begin_pass(draft_is_right)
         for req_id in scheduled.num_scheduled_tokens:
-            self.loads.pop(req_id, None)
+            load = self.loads.pop(req_id, None)
+            if load and where == "prepared":
+                self.runner.load(load.tokens, load.blocks, load.positions)
         if where == "before":
             pass
         elif where == "begun":

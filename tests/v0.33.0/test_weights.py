@@ -12,6 +12,6 @@ from tests.behaviour.conftest import environment  # noqa: F401
 from tests.behaviour.test_weights import *  # noqa: F403
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module")  # type: ignore[no-redef]
 def options() -> dict[str, Any]:
     return OPTIONS
