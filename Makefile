@@ -47,7 +47,7 @@ RECORDS := benchmarks/results/$(LINE)
 # The demo of another line than the first.
 DEMO = $(addprefix --out $(MADE)/demo --on ,$(OTHER))
 # The tests of a line: the first one's are all but the other lines'.
-TESTS = $(if $(OTHER),tests/$(LINE),$(patsubst %,--ignore=tests/%,$(filter-out $(LINE),$(LINES))))
+TESTS = $(if $(OTHER),tests/$(LINE),$(patsubst %,--ignore=tests/%,connector $(filter-out $(LINE),$(LINES))))
 # Which image `make image` builds, cuda or cpu, the name that it gives, and what builds it.
 VARIANT ?= cuda
 IMAGE ?= vllm-routed-experts:$(VARIANT)

@@ -162,6 +162,7 @@ _AGAIN = (
 OPEN = {
     "batch queue": _SHARED,
     "few blocks, failed loads end": _SHARED,
+    "few blocks, batch queue, failed loads end": _SHARED,
     "window only, batch queue": _WINDOWS,
     "window only, asynchronous batch queue": _WINDOWS,
     "KV connector": _AGAIN,
