@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from harness.checkpoint import SETTINGS_FILE, make_checkpoint
+from harness.lines import FIRST
 from harness.server import Server, ServerError
 
 NEEDED_BYTES = 200 << 20
@@ -135,7 +136,7 @@ def serving(
     log: Path,
     args: Sequence[str],
     env: Mapping[str, str],
-    line: str | None = None,
+    line: str = FIRST,
 ) -> Iterator[Server]:
     """Start a `Server`, print how long it took, and stop it at the end."""
     with contextlib.ExitStack() as running:

@@ -16,7 +16,6 @@ import pytest
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
-    ENGINES,
     as_prompts,
     ask,
     assert_all_true,
@@ -29,8 +28,6 @@ from tests.behaviour.conftest import (
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-pytestmark = ENGINES
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["caching", "no_caching"])

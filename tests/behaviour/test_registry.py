@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from harness.lines import LINES
+from harness.on_cpu import TESTED
 from tests import registry
 
 
@@ -15,12 +15,11 @@ def test_every_moe_family_of_transformers_is_documented(line: str) -> None:
 
 def test_families_that_the_documentation_calls_tested_are_those_of_the_tests(line: str) -> None:
     documented = registry.documented_families(line)
-    tested = {family for family, how in documented.items() if how == "yes"}
-    assert tested == LINES[line].tests["families"].keys()
+    assert {family for family, how in documented.items() if how == "yes"} == TESTED[line].keys()
 
 
 def test_every_moe_architecture_that_transformers_lacks_is_documented(line: str) -> None:
     known = set().union(*registry.families().values())
-    for overrides in LINES[line].tests["families"].values():
+    for overrides in TESTED[line].values():
         known.update(overrides.get("architectures", ()))
     assert registry.moe_architectures() - known == registry.documented_architectures(line)
