@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is right: rows of the passes whose KV a request used, tokens of the model, KV in the prefix
-cache that somebody computed, and nothing left behind."""
+cache that somebody computed, and nothing that stays."""
 
 from __future__ import annotations
 
