@@ -1,4 +1,4 @@
-# Two images: make image VARIANT=cuda|cpu BASE_IMAGE=name@sha256:...  (deploy/README.md)
+# Two images of each line: make image VARIANT=cuda|cpu BASE_IMAGE=name@sha256:...  (deploy/README.md)
 #
 # Every RUN is a script of deploy/ that tests/deploy executes without Docker; `make image-test` builds
 # and runs the cpu image.
@@ -16,12 +16,12 @@ FROM base AS wheel
 RUN /opt/deploy/image/packages.sh build
 WORKDIR /src
 COPY . .
-ARG VARIANT PIN SERIES_FINGERPRINT WHEEL_VERSION
-RUN deploy/image/wheel.sh "${VARIANT}" /out
+ARG LINE VARIANT PIN SERIES_FINGERPRINT WHEEL_VERSION
+RUN deploy/image/wheel.sh "${LINE}" "${VARIANT}" /out
 
 FROM base AS server
-ARG VARIANT
-COPY requirements/bootstrap.txt requirements/${VARIANT}.txt /opt/requirements/
+ARG LINE VARIANT
+COPY requirements/bootstrap.txt requirements/${LINE}/${VARIANT}.txt /opt/requirements/
 RUN --mount=type=bind,from=wheel,source=/out,target=/wheel \
     /opt/deploy/image/install.sh "${VARIANT}" /wheel /opt/requirements /opt/vllm
 COPY --from=wheel /out/sbom.cdx.json /usr/share/vllm-routed-experts/

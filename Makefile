@@ -18,19 +18,19 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export DO_NOT_TRACK := 1
 export PRE_COMMIT_HOME := build/pre-commit
 
-# The line: which series on which release; tools/common/pin.py says which is the first, the default. Everything made
-# of it lies in build/<line>. The tools run in .venv-tools, which is small. The first line's vLLM is
-# installed into .venv; every other line has an environment of its own, .venv-<line>, locked by
-# requirements/<line>.txt. Each is made when it is first needed.
-FIRST := $(shell sed -n 's/^DEFAULT_LINE = "\(.*\)"$$/\1/p' tools/common/pin.py 2>/dev/null)
-ON ?= $(FIRST)
-LINE := $(or $(strip $(ON)),$(FIRST))
-OTHER := $(filter-out $(FIRST),$(LINE))
+# The line: which series on which release; tools/common/pin.py says which is the default. Everything made of
+# it lies in build/<line>. The tools run in .venv-tools, which is small. Every line has an environment of its
+# own, .venv-<line>, locked by requirements/<line>/environment.txt. Each is made when it is first needed.
+DEFAULT := $(shell sed -n 's/^DEFAULT_LINE = "\(.*\)"$$/\1/p' tools/common/pin.py 2>/dev/null)
+ON ?= $(DEFAULT)
+LINE := $(or $(strip $(ON)),$(DEFAULT))
 LINES := $(patsubst patches/%/upstream.toml,%,$(wildcard patches/*/upstream.toml))
 MADE := build/$(LINE)
+# A value of the line's upstream.toml: $(call fact,TABLE,KEY).
+fact = $(shell sed -n '/^\[$(1)\]/,/^\[/s/^$(2) = "\?\([^"]*\)"\?$$/\1/p' patches/$(LINE)/upstream.toml)
 
 PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3.12),$(shell command -v python3),python3)
-VENV := .venv$(addprefix -,$(OTHER))
+VENV := .venv-$(LINE)
 PY := $(VENV)/bin/python
 UV := .venv-tools/bin/uv
 TOOLS := .venv-tools/bin/python -m tools --on $(LINE)
@@ -41,16 +41,12 @@ NEED_GB ?= 12
 
 # Where pinned sources and base wheels come from: make WHEELHOUSE=DIR takes them from a directory,
 # make OFFLINE=1 asks no index.
-FROM = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
+PLACES = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
 # Where records of a line go.
 RECORDS := benchmarks/results/$(LINE)
-# The demo of another line than the first.
-DEMO = $(addprefix --out $(MADE)/demo --on ,$(OTHER))
-# The tests of a line: the first one's are all but the other lines'.
-TESTS = $(if $(OTHER),tests/$(LINE),$(patsubst %,--ignore=tests/%,connector $(filter-out $(LINE),$(LINES))))
 # Which image `make image` builds, cuda or cpu, the name that it gives, and what builds it.
 VARIANT ?= cuda
-IMAGE ?= vllm-routed-experts:$(VARIANT)
+IMAGE ?= vllm-routed-experts:$(LINE)-$(VARIANT)
 BUILD ?= docker build
 # The base wheels that wheel-cuda and verify-cuda take: those of the line's pin.
 CUDA ?= $(shell sed -n 's/^\[wheel\.\(cuda[a-z0-9-]*\)\]$$/\1/p' patches/$(LINE)/upstream.toml)
@@ -67,12 +63,10 @@ files = find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -
 
 # The place counts too: scripts in .venv hold its path. Comments of a lock do not.
 lock_id = $(call digest,pwd; grep -hv '^ *\#' requirements/bootstrap.txt $(1))
-LOCK_FILE := requirements/$(or $(OTHER),environment).txt
-# The first one, with the two that it includes.
-FIRST_LOCKS := $(addprefix requirements/,environment.txt cpu.txt tools.txt)
-LOCK_ID := $(call lock_id,$(if $(OTHER),$(LOCK_FILE),$(FIRST_LOCKS)))
+# The environment's lock, with the two that it includes.
+LOCKS := requirements/$(LINE)/environment.txt requirements/$(LINE)/cpu.txt requirements/tools.txt
+LOCK_ID := $(call lock_id,$(LOCKS))
 TOOLS_LOCKED := .venv-tools/.locked-$(call lock_id,requirements/tools.txt)
-FIRST_LOCKED := .venv/.locked-$(call lock_id,$(FIRST_LOCKS))
 LOCKED := $(VENV)/.locked-$(LOCK_ID)
 # What goes into a wheel, and the code that puts it there (tests/tools/test_digest.py): a change of
 # anything else builds no wheel again. The tools check that the build tree is release plus series.
@@ -114,41 +108,51 @@ help-all: ## List every target
 
 .PHONY: demo
 demo: $(INSTALLED) ## Serve a small MoE model and compare every captured row with an oracle
-	@exec $(PY) -m demos.rows $(DEMO) $(ARGS)
+	@exec $(PY) -m demos.rows --out $(MADE)/demo $(ARGS)
 
 .PHONY: demo-corrupt
 demo-corrupt: $(INSTALLED) #> The demo with one captured id flipped: must fail
-	@exec $(PY) -m demos.rows $(DEMO) --corrupt $(ARGS)
+	@exec $(PY) -m demos.rows --out $(MADE)/demo --corrupt $(ARGS)
 
 .PHONY: demo-pristine
 demo-pristine: $(PRISTINE) #> The demo on vLLM without the series: must fail
-	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m demos.rows $(DEMO) --pristine
+	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m demos.rows --out $(MADE)/demo --pristine
 
 .PHONY: replay
 replay: $(INSTALLED) #> Replay the server's routes in trainers (megatron-core: first make client-venvs CLIENTS=megatron-core)
+	@[ "$(call fact,tests,replays)" = true ] || { echo "error: make replay does not run on $(LINE), whose transformers has other modules: use a line whose upstream.toml says 'replays = true'" >&2; exit 1; }
 	@exec $(PY) -m demos.replay
 
 .PHONY: disaggregated
 disaggregated: $(INSTALLED) #> Prefill and decode in two engines: compare every row of the joined answers
-	@exec $(PY) -m demos.disaggregated --on $(LINE)
+	@exec $(PY) -m demos.disaggregated --out $(MADE)/disaggregated
 
 ##@ Test
 
 .PHONY: test
 test: lint $(INSTALLED) ## Lint, then run the whole test suite, except what is marked slow
-	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+.PHONY: test-lines
+test-lines: #> The tests of every other line, less those that need no vLLM
+	@for line in $(filter-out $(LINE),$(LINES)); do echo "$$line"; $(MAKE) --no-print-directory test-line ON=$$line; done
+
+.PHONY: test-line
+test-line: $(INSTALLED) #> The tests of one line that need its vLLM, without linting
+	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+		tests/behaviour $(wildcard tests/$(subst .,_,$(LINE))) tests/unit tests/series tests/wheel
 
 .PHONY: test-long
 test-long: $(INSTALLED) $(PRISTINE) #> Run the tests marked slow
-	@exec $(PY) -m pytest -m slow $(TESTS)
+	@exec $(PY) -m pytest -m slow $(ARGS)
 
 .PHONY: soak
 soak: $(INSTALLED) #> Thousands of requests with random aborts: nothing may be left of them
-	@exec $(PY) -m pytest -m slow tests/$(or $(OTHER),behaviour)/test_soak.py
+	@exec $(PY) -m pytest -m slow tests/behaviour/test_soak.py
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: it must survive them
-	@exec $(PY) -m pytest -m slow tests/$(or $(OTHER),behaviour)/test_fuzz.py
+	@exec $(PY) -m pytest -m slow tests/behaviour/fuzz
 
 .PHONY: stress-eplb
 stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules of real threads, without a GPU
@@ -158,7 +162,7 @@ stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules 
 clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of verl, ms-swift, SkyRL, verifiers and megatron-core
 	@exec $(PY) -m pytest -m clients tests/clients
 	@cp build/clients/clients.md $(RECORDS)/clients.md
-ifndef OTHER
+ifeq ($(LINE),$(DEFAULT))
 	@# The page for trainer teams ends with this table.
 	@sed -i '/^`make clients`, /,$$d' docs/clients.md
 	@sed '1,/^$$/d; /^With a rule/,$$d' $(RECORDS)/clients.md | sed '$$d' >>docs/clients.md
@@ -193,13 +197,13 @@ check-patches: $(INSTALLED) #> Every patch at its own place (ARGS=--alone: on th
 	@exec $(PY) -m tools --on $(LINE) upstream check-patches --out $(RECORDS)/check-patches$(findstring -alone,$(ARGS)).md $(ARGS)
 
 .PHONY: lint
-lint: $(FIRST_LOCKED) #> Run every linter on every committed file
-	@exec .venv/bin/python -m pre_commit run --all-files
+lint: $(LOCKED) #> Run every linter on every committed file
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" exec $(PY) -m pre_commit run --all-files
 
 .PHONY: format
-format: $(FIRST_LOCKED) #> Format the Python files and fix what the linter can fix
-	@.venv/bin/python -m ruff check --fix-only --quiet .
-	@exec .venv/bin/python -m ruff format .
+format: $(LOCKED) #> Format the Python files and fix what the linter can fix
+	@$(PY) -m ruff check --fix-only --quiet .
+	@exec $(PY) -m ruff format .
 
 ##@ Measure
 
@@ -212,18 +216,16 @@ bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small 
 
 .PHONY: source
 source: $(TOOLS_LOCKED) #> Get the pinned vLLM source
-	$(TOOLS) source fetch $(FROM)
+	$(TOOLS) source fetch $(PLACES)
 
 .PHONY: apply
 apply: source ## Apply the series: build/<line>/vllm, one commit per patch
-	$(TOOLS) series apply $(FROM)
+	$(TOOLS) series apply $(PLACES)
 
 .PHONY: export
 export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<line>/
 	$(TOOLS) series export
-ifndef OTHER
-	@cp $(MADE)/vllm/docs/features/routed_experts.md docs/
-endif
+	@mkdir -p docs/$(LINE) && cp $(MADE)/vllm/$(call fact,release,page) docs/$(LINE)/routed_experts.md
 
 .PHONY: status
 status: $(TOOLS_LOCKED) ## Pin, patches, what is applied, what drifted, the newest release
@@ -234,6 +236,11 @@ rebase: $(TOOLS_LOCKED) #> Move the series to another vLLM: make rebase ONTO=<ve
 	@[ -n "$(ONTO)" ] || { echo "error: which release? make rebase ONTO=<version>" >&2; exit 1; }
 	$(TOOLS) series rebase --onto "$(ONTO)" $(ARGS)
 
+.PHONY: line
+line: $(TOOLS_LOCKED) #> Begin a line from another one: make line FROM=v0.33.0 ON=v0.34.0
+	@[ -n "$(FROM)" ] || { echo "error: which line to begin with? make line FROM=v0.33.0 ON=$(LINE)" >&2; exit 1; }
+	$(TOOLS) series line --from "$(FROM)" $(ARGS)
+
 .PHONY: submit
 submit: $(TOOLS_LOCKED) #> A branch and a text for upstream, never pushed: make submit ARGS='PATCH --clone ...'
 	$(TOOLS) upstream submit $(ARGS)
@@ -241,7 +248,7 @@ submit: $(TOOLS_LOCKED) #> A branch and a text for upstream, never pushed: make 
 ##@ Build and install
 
 .PHONY: venv
-venv: $(LOCKED) #> Make .venv, exactly as requirements/environment.txt locks it
+venv: $(LOCKED) #> Make .venv-<line>, exactly as requirements/<line>/environment.txt locks it
 
 .PHONY: wheel
 wheel: $(BUILT) #> Build the patched CPU wheel into build/<line>/wheels
@@ -253,8 +260,8 @@ install: $(INSTALLED) ## Install the patched CPU wheel into the environment
 
 .PHONY: verify
 verify: $(INSTALLED) ## Prove that the built and the installed wheel are base plus series
-	$(TOOLS) wheel verify $(MADE)/wheels/vllm-*.whl $(FROM)
-	$(PY) -m tools --on $(LINE) wheel verify --installed $(FROM)
+	$(TOOLS) wheel verify $(MADE)/wheels/vllm-*.whl $(PLACES)
+	$(PY) -m tools --on $(LINE) wheel verify --installed $(PLACES)
 
 .PHONY: wheel-cuda
 wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda (CUDA=cuda: x86-64 alone)
@@ -262,23 +269,23 @@ wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda
 	@for variant in $(CUDA); do sed -n "/^\[wheel.$$variant\]/,/^size/s/^size = \([0-9]*\)[0-9]\{6\}$$/    $$variant: \1 MB/p" \
 		patches/$(LINE)/upstream.toml; done
 	@rm -rf $(MADE)/wheels-cuda
-	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda $(FROM); done
+	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda $(PLACES); done
 
 .PHONY: verify-cuda
 verify-cuda: $(LOCKED) #> Build the CUDA wheels twice: the same bytes, base plus series, fit for the compiled files
 	@rm -rf $(MADE)/verify-cuda
 	for place in one two; do \
-		$(TOOLS) series apply --tree $(MADE)/verify-cuda/$$place/vllm $(FROM); \
+		$(TOOLS) series apply --tree $(MADE)/verify-cuda/$$place/vllm $(PLACES); \
 		for variant in $(CUDA); do \
 			$(TOOLS) wheel build --variant $$variant --tree $(MADE)/verify-cuda/$$place/vllm \
-				--out $(MADE)/verify-cuda/$$place/wheels $(FROM); \
+				--out $(MADE)/verify-cuda/$$place/wheels $(PLACES); \
 		done; \
 	done
 	diff -r $(MADE)/verify-cuda/one/wheels $(MADE)/verify-cuda/two/wheels
-	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm $(FROM)
+	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm $(PLACES)
 	$(PY) -c 'from harness.checkpoint import make_checkpoint; make_checkpoint("$(MADE)/verify-cuda/checkpoint")'
 	$(PY) -m tools --on $(LINE) wheel compiled $(MADE)/verify-cuda/one/wheels/*.whl \
-		--checkpoint $(MADE)/verify-cuda/checkpoint $(FROM)
+		--checkpoint $(MADE)/verify-cuda/checkpoint $(PLACES)
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
 .PHONY: release
@@ -293,8 +300,8 @@ release: apply #> Build the release of this commit into build/<line>/release: wh
 	$(TOOLS) series check
 	$(TOOLS) series export --check
 	@rm -rf $(RELEASE).new && mkdir -p $(RELEASE).new
-	for variant in $(RELEASED); do $(TOOLS) wheel build --variant $$variant --out $(RELEASE).new $(FROM); done
-	$(TOOLS) wheel verify $(RELEASE).new/*.whl $(FROM)
+	for variant in $(RELEASED); do $(TOOLS) wheel build --variant $$variant --out $(RELEASE).new $(PLACES); done
+	$(TOOLS) wheel verify $(RELEASE).new/*.whl $(PLACES)
 	$(TOOLS) wheel provenance $(RELEASE).new/*.whl
 	@awk '/^## /{wanted = index($$0, "## re.$(NUMBER), ") == 1} wanted' CHANGELOG.md >$(RELEASE).new/CHANGES.md
 	@cd $(RELEASE).new && sums=$$(LC_ALL=C sha256sum *) && echo "$$sums" >SHA256SUMS
@@ -306,7 +313,7 @@ release: apply #> Build the release of this commit into build/<line>/release: wh
 .PHONY: image
 image: $(TOOLS_LOCKED) #> Build an image: make image VARIANT=cuda|cpu BASE_IMAGE=name@sha256:... (deploy/README.md)
 	@deploy/pinned-image.sh "$(BASE_IMAGE)"
-	$(BUILD) --tag $(IMAGE) --build-arg BASE_IMAGE="$(BASE_IMAGE)" --build-arg VARIANT=$(VARIANT) \
+	$(BUILD) --tag $(IMAGE) --build-arg BASE_IMAGE="$(BASE_IMAGE)" --build-arg LINE=$(LINE) --build-arg VARIANT=$(VARIANT) \
 		$$($(TOOLS) wheel identity --variant $(VARIANT) | sed 's/^/--build-arg /') \
 		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -dirty)" .
 
@@ -324,28 +331,33 @@ image-test image-test-cuda:
 ##@ Keep house
 
 .PHONY: lock
-lock: apply #> Write requirements/*.txt again (ARGS=--upgrade for newer versions)
+lock: apply #> Write requirements/<line>/*.txt again (ARGS=--upgrade for newer versions)
 	@mkdir -p build/locks
-ifdef OTHER
-	@$(call lock,$(LINE),$(LOCK_FILE),$(call compile,x86_64,2_35,3.11) $(addprefix --override ,$(wildcard requirements/$(LINE)-overrides.in)) $(ARGS))
-	@$(call trim,$(LINE),2.35,3.11 3.12,x86_64)
-else
-	@grep '^uv==' requirements/cpu.in | $(call compile,x86_64,2_28,3.11) --no-annotate --output-file build/locks/bootstrap.txt -
-	@$(call lock,environment,$(FIRST_LOCKS),$(call compile,x86_64,2_28,3.11) $(ARGS))
+	@mkdir -p build/locks/$(LINE)
 	@# The images have the versions that the tests run with, where they can; then those of their last lock.
-	@$(call lock,cpu,build/locks/environment.txt requirements/cpu.txt,$(call compile,x86_64,2_28,3.11))
-	@$(call lock,tools,build/locks/environment.txt requirements/tools.txt,$(call compile,x86_64,2_35,3.12))
-	@$(call lock,cuda,build/locks/environment.txt requirements/cuda.txt,$(call compile,x86_64,2_35,3.12))
-	@# One list for both machines.
-	@cp build/locks/cuda.txt build/locks/aarch64.txt
-	@$(call compile,aarch64,2_35,3.12) --output-file build/locks/aarch64.txt requirements/cuda.in
-	@diff <(grep '==' build/locks/cuda.txt) <(grep '==' build/locks/aarch64.txt)
+	@$(call lock,$(LINE)/environment,$(LOCKS),$(call compile,x86_64,2_35,3.11) $(OVERRIDES) $(ARGS))
+	@$(call lock,$(LINE)/cpu,build/locks/$(LINE)/environment.txt,$(call compile,x86_64,2_35,3.11) $(OVERRIDES))
+	@$(call lock,$(LINE)/cuda,build/locks/$(LINE)/environment.txt requirements/$(LINE)/cuda.txt,$(call compile,x86_64,2_35,3.12) $(OVERRIDES))
+	@# One list for all machines that have a CUDA wheel.
+	@for machine in $(filter-out x86_64,$(MACHINES)); do \
+		cp build/locks/$(LINE)/cuda.txt build/locks/$(LINE)/$$machine.txt; \
+		$(call compile,$$machine,2_35,3.12) $(OVERRIDES) --output-file build/locks/$(LINE)/$$machine.txt requirements/$(LINE)/cuda.in; \
+		diff <(grep '==' build/locks/$(LINE)/cuda.txt) <(grep '==' build/locks/$(LINE)/$$machine.txt); \
+	done
+	@$(call trim,$(LINE)/cpu,2.35,3.11 3.12,x86_64)
+	@$(call trim,$(LINE)/environment,2.35,3.11 3.12,x86_64) --include cpu.txt --include ../tools.txt
+	@$(call trim,$(LINE)/cuda,2.35,3.12,$(MACHINES))
+# Which packages may be older than vLLM asks for, and for which machines there is a CUDA wheel.
+OVERRIDES = $(addprefix --override ,$(wildcard requirements/$(LINE)/overrides.in))
+MACHINES = $(patsubst %-,%,$(subst cuda,x86_64,$(subst cuda-,,$(CUDA))))
+
+.PHONY: lock-tools
+lock-tools: $(TOOLS_LOCKED) #> Write requirements/tools.txt and bootstrap.txt again (ARGS=--upgrade for newer versions)
+	@mkdir -p build/locks
+	@grep '^uv==' requirements/$(LINE)/cpu.in | $(call compile,x86_64,2_28,3.11) --no-annotate --output-file build/locks/bootstrap.txt -
+	@$(call lock,tools,requirements/tools.txt,$(call compile,x86_64,2_35,3.12) $(ARGS))
 	@$(call trim,bootstrap,2.28,3.11,x86_64 aarch64)
-	@$(call trim,cpu,2.28,3.11 3.12,x86_64)
 	@$(call trim,tools,2.28,3.11 3.12,x86_64 aarch64)
-	@$(call trim,environment,2.28,3.11 3.12,x86_64) --include cpu.txt --include tools.txt
-	@$(call trim,cuda,2.35,3.12,x86_64 aarch64)
-endif
 
 .PHONY: lock-clients
 lock-clients: $(TOOLS_LOCKED) #> Write requirements/clients-*.txt again (ARGS=--upgrade for newer versions)
@@ -357,7 +369,7 @@ lock_client = $(call lock,clients-$(1),requirements/clients-$(1).txt,$(call comp
 # Each lock is made in two steps. `compile` writes every version and all digests into build/locks, for
 # a machine, a glibc and a Python; `trim` leaves the digests that are installed. Neither names a package
 # index: each machine has its own.
-compile = UV_CUSTOM_COMPILE_COMMAND="make $@$(if $(OTHER), ON=$(OTHER))" $(UV) pip compile --quiet --generate-hashes \
+compile = UV_CUSTOM_COMPILE_COMMAND="make $@ ON=$(LINE)" $(UV) pip compile --quiet --generate-hashes \
 	--no-emit-index-url --only-binary :all: --python-platform $(1)-manylinux_$(2) --python-version $(3)
 # $(1) the lock, $(2) the locks whose versions it keeps, $(3) the command.
 lock = sed -n 's/^\([a-z0-9][^ ]*\)==\([^ ]*\).*/\1==\2/p' $(2) 2>/dev/null | awk -F == '!seen[$$1]++' >build/locks/$(1).txt || true; \
@@ -373,7 +385,7 @@ clean: ## Remove everything made, except environments and downloads
 
 .PHONY: distclean
 distclean: clean #> Remove environments and downloads as well
-	@rm -rf build .venv .venv-*
+	@rm -rf build .venv-*
 
 # --- the steps behind the stamps -----------------------------------------------------------------
 
@@ -412,13 +424,8 @@ $(TOOLS_LOCKED):
 		--require-hashes --requirement requirements/bootstrap.txt --requirement requirements/tools.txt
 	@touch $@
 
-$(FIRST_LOCKED): | $(TOOLS_LOCKED)
-	$(call make_venv,.venv,requirements/environment.txt,$(FIRST_LOCKS))
-
-ifdef OTHER
 $(LOCKED): | $(TOOLS_LOCKED)
-	$(call make_venv,$(VENV),$(LOCK_FILE),$(LOCK_FILE))
-endif
+	$(call make_venv,$(VENV),$(firstword $(LOCKS)),$(LOCKS))
 
 build/clients/skyrl/.locked-%: CLIENT_PYTHON = $(PYTHON312)
 build/clients/%: | $(TOOLS_LOCKED)
@@ -432,10 +439,10 @@ build/clients/%: | $(TOOLS_LOCKED)
 
 $(BUILT): | $(TOOLS_LOCKED)
 	@echo "Building the patched CPU wheel"
-	$(TOOLS) source fetch $(FROM)
-	$(TOOLS) series apply $(FROM)
+	$(TOOLS) source fetch $(PLACES)
+	$(TOOLS) series apply $(PLACES)
 	@rm -rf $(MADE)/wheels && mkdir -p $(MADE)/wheels
-	$(TOOLS) wheel build --variant cpu --out $(MADE)/wheels $(FROM)
+	$(TOOLS) wheel build --variant cpu --out $(MADE)/wheels $(PLACES)
 	@touch $@
 
 $(INSTALLED): $(BUILT) | $(LOCKED)
@@ -447,9 +454,9 @@ $(INSTALLED): $(BUILT) | $(LOCKED)
 $(PRISTINE): | $(LOCKED)
 	@rm -rf $(MADE)/pristine/vllm
 	@echo "Building the CPU wheel of vLLM without the series, into $(MADE)/pristine"
-	$(TOOLS) source fetch $(FROM)
-	$(TOOLS) series apply --pristine --tree $(MADE)/pristine/vllm $(FROM)
+	$(TOOLS) source fetch $(PLACES)
+	$(TOOLS) series apply --pristine --tree $(MADE)/pristine/vllm $(PLACES)
 	@rm -rf $(MADE)/pristine/wheels $(MADE)/pristine/site $(MADE)/pristine/.installed-*
-	$(TOOLS) wheel build --variant cpu --tree $(MADE)/pristine/vllm --out $(MADE)/pristine/wheels $(FROM)
+	$(TOOLS) wheel build --variant cpu --tree $(MADE)/pristine/vllm --out $(MADE)/pristine/wheels $(PLACES)
 	@$(INSTALL) --target $(MADE)/pristine/site $(MADE)/pristine/wheels/vllm-*.whl
 	@touch $@

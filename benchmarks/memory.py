@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 
 from benchmarks.common import ROOT, Failure, command, table
-from harness.lines import FIRST, LINES
+from harness.lines import LINES, installed
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, help="the record, Markdown")
     parser.add_argument(
-        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+        "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     parser.add_argument("--case", help="run this case alone in this process, and print bytes")
     args = parser.parse_args(argv)

@@ -39,7 +39,7 @@ from examples import proxy
 from examples.client import PATH, Completion, RoutedExpertsError, generate
 from harness import disaggregated, oracle
 from harness.checkpoint import make_checkpoint
-from harness.lines import FIRST, LINES
+from harness.lines import LINES, installed
 from harness.server import ServerError
 
 CLIENTS = 6
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=WORK / "soak", help="folder for everything (%(default)s)"
     )
     parser.add_argument(
-        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+        "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     args = parser.parse_args(argv)
     try:

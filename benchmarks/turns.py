@@ -40,7 +40,7 @@ from examples.client import PATH, Completion, join
 from examples.clients.turns import join_turns
 from harness import hosts
 from harness.checkpoint import make_checkpoint
-from harness.lines import FIRST, LINES
+from harness.lines import LINES, installed
 from harness.paired import compare
 from harness.server import Server, ServerError
 from harness.shapes import MODELS, write_model
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the record, Markdown")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument(
-        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+        "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     parser.add_argument("--model", choices=MODELS, help="serve this shape on a GPU")
     parser.add_argument("--new", type=int, default=300, help="new tokens of a turn (%(default)s)")

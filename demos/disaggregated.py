@@ -29,7 +29,7 @@ from demos.rows import report
 from examples import proxy
 from examples.client import Completion, generate
 from harness import disaggregated, text
-from harness.lines import FIRST, LINES
+from harness.lines import LINES, installed
 from harness.oracle import Comparison, Oracle, compare
 from harness.server import Server
 
@@ -119,7 +119,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         out="build/disaggregated",
     )
     parser.add_argument(
-        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+        "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     return parser.parse_args(argv)
 

@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from harness.checkpoint import SETTINGS_FILE, make_checkpoint
-from harness.lines import FIRST
 from harness.server import Server, ServerError
 
 NEEDED_BYTES = 200 << 20
@@ -136,7 +135,7 @@ def serving(
     log: Path,
     args: Sequence[str],
     env: Mapping[str, str],
-    line: str = FIRST,
+    line: str | None = None,
 ) -> Iterator[Server]:
     """Start a `Server`, print how long it took, and stop it at the end."""
     with contextlib.ExitStack() as running:

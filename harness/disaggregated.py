@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from examples import proxy
-from harness.lines import FIRST
+from harness.lines import installed
 from harness.process import Kept, free_port
 from harness.server import Server, ServerError
 
@@ -55,20 +55,20 @@ class Pair:
 
 
 @contextlib.contextmanager
-def running(model: Path, folder: Path, way: Way, line: str = FIRST) -> Iterator[Pair]:
+def running(model: Path, folder: Path, way: Way, line: str | None = None) -> Iterator[Pair]:
     """Run both engines, and the proxy. Their logs are `<role>.log`.
 
     Args:
         model: checkpoint of both.
         folder: for the logs.
         way: of both roles.
-        line: of `patches/`.
+        line: of `patches/`; by default, the one of the installed vLLM.
     """
+    line = line or installed()
     servers = []
     for role in (PREFILL, DECODE):
         arguments, variables = way(role)
-        if line != FIRST:
-            arguments = [*arguments, "--enforce-eager"]  # compiling takes minutes
+        arguments = [*arguments, "--enforce-eager"]  # compiling takes minutes
         servers.append(Server(model, folder / f"{role}.log", arguments, variables, line=line))
     with contextlib.ExitStack() as stack:
         with ThreadPoolExecutor() as pool:  # they take long to start

@@ -24,7 +24,7 @@ import numpy as np
 
 from examples import client
 from examples.client import Completion, Rows
-from harness.lines import FIRST, LINES
+from harness.lines import LINES, installed
 from harness.process import Kept, free_port
 
 # Called about ten times a second while waiting, with the seconds so far and the last log line.
@@ -60,7 +60,7 @@ class Server(Kept):
         env: Mapping[str, str] | None = None,
         *,
         program: Sequence[str] = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"),
-        line: str = FIRST,
+        line: str | None = None,
         timeout_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -72,12 +72,12 @@ class Server(Kept):
             args: arguments of `vllm serve`; they override `ARGUMENTS` and the line's.
             env: variables on top of `ENVIRONMENT` and the line's.
             program: what the checkpoint and the arguments are given to.
-            line: of `patches/`, the one that the `vllm` is of.
+            line: of `patches/`, the one that the `vllm` is of; by default, the installed one.
             timeout_s: how long it may take to be ready, if not the line's `ready_s`.
             progress: called while waiting.
         """
         self.checkpoint = str(checkpoint)
-        self.line = LINES[line]
+        self.line = LINES[line or installed()]
         self.timeout_s = self.line.ready_s if timeout_s is None else timeout_s
         self.progress = progress
         self.port = free_port()

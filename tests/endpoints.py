@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way to ask for routed experts, on every endpoint of both lines.
+"""Every way to ask for routed experts, on every endpoint of every line.
 
-`tests/behaviour/test_endpoints.py` and `tests/v0.33.0/test_endpoints.py` walk this table with
-servers. It is also in `docs/endpoints.md`.
+`tests/behaviour/test_endpoints.py` walks this table with servers. It is also in
+`docs/endpoints.md`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from harness.lines import LINES
 
 ASK = "return_routed_experts"
 START = "routed_experts_prompt_start"
@@ -33,7 +35,6 @@ WAYS = {
 }
 
 ROWS, REFUSED, PASSED, SERVED, ABSENT = "rows", "refused", "passed on", "served", "–"
-FIRST, SECOND = "v0.20.2", "v0.33.0"
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,20 @@ class Endpoint:
     Attributes:
         path: of the server.
         body: a valid request that says nothing of routed experts.
-        lines: `ROWS`, `REFUSED` (HTTP 400, by name), `PASSED` (the rendered request asks),
-            `SERVED` (it runs no engine, and takes requests of other endpoints) or `ABSENT` of each
-            line.
+        what: `ROWS`, `REFUSED` (HTTP 400, by name), `PASSED` (the rendered request asks) or
+            `SERVED` (it runs no engine, and takes requests of other endpoints), on every line that
+            has the endpoint.
         ways: objects of the request in which the arguments may stand.
         stream: whether it can stream.
-        ends_engine: lines whose engine on a CPU ends at a valid request, in the release too.
         silent: status of the answer to `body` from the model of the tests: 501 if the endpoint
             wants another model.
     """
 
     path: str
     body: dict[str, Any]
-    lines: dict[str, str]
+    what: str
     ways: tuple[tuple[str, ...], ...] = (FIELD, XARGS)
     stream: bool = False
-    ends_engine: tuple[str, ...] = ()
     silent: int = 200
 
     @property
@@ -69,7 +68,11 @@ class Endpoint:
 
     def is_served(self, line: str) -> bool:
         """Whether a server of the line has it."""
-        return self.lines[line] != ABSENT
+        return self.path not in LINES[line].tests["absent"]
+
+    def on(self, line: str) -> str:
+        """`what`, or `ABSENT`."""
+        return self.what if self.is_served(line) else ABSENT
 
 
 def put(body: dict[str, Any], way: tuple[str, ...], arguments: dict[str, Any]) -> None:
@@ -78,10 +81,6 @@ def put(body: dict[str, Any], way: tuple[str, ...], arguments: dict[str, Any]) -
     for name in way:
         place = place.setdefault(name, {})
     place.update(arguments)
-
-
-def both(what: str) -> dict[str, str]:
-    return {FIRST: what, SECOND: what}
 
 
 CHAT = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0.0}
@@ -95,7 +94,6 @@ GENERATED = {
 
 SHORT_CHAT = {"messages": MESSAGES, "max_tokens": 4}
 INPUT = {"input": "abc", "max_output_tokens": 4}
-SECOND_REFUSES = {FIRST: ABSENT, SECOND: REFUSED}
 
 ENDPOINTS = [
     Endpoint(
@@ -104,41 +102,39 @@ ENDPOINTS = [
             "token_ids": PROMPT,
             "sampling_params": {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True},
         },
-        both(ROWS),
+        ROWS,
         (FIELD, XARGS, PARAMS, EXTRA),
         stream=True,
     ),
-    Endpoint("/v1/completions", COMPLETION, both(ROWS), stream=True),
-    Endpoint("/v1/chat/completions", CHAT, both(ROWS), stream=True),
-    Endpoint("/v1/completions", {"prompt": PROMPT, **BEAMS}, both(REFUSED)),
-    Endpoint("/v1/chat/completions", {"messages": MESSAGES, **BEAMS}, both(REFUSED)),
+    Endpoint("/v1/completions", COMPLETION, ROWS, stream=True),
+    Endpoint("/v1/chat/completions", CHAT, ROWS, stream=True),
+    Endpoint("/v1/completions", {"prompt": PROMPT, **BEAMS}, REFUSED),
+    Endpoint("/v1/chat/completions", {"messages": MESSAGES, **BEAMS}, REFUSED),
     Endpoint(
         "/v1/chat/completions/batch",
         {"messages": [MESSAGES, MESSAGES], "max_tokens": 2},
-        both(REFUSED),
+        REFUSED,
     ),
-    Endpoint("/v1/responses", INPUT, both(REFUSED), stream=True),
-    Endpoint("/v1/messages", SHORT_CHAT, both(REFUSED), stream=True),
+    Endpoint("/v1/responses", INPUT, REFUSED, stream=True),
+    Endpoint("/v1/messages", SHORT_CHAT, REFUSED, stream=True),
     Endpoint(
         "/generative_scoring",
         {"query": "abc", "items": ["a", "b"], "label_token_ids": [5, 6]},
-        both(REFUSED),
-        # It uses logprob_token_ids, which need Triton.
-        ends_engine=(FIRST,),
+        REFUSED,
     ),
-    Endpoint("/v1/completions/render", COMPLETION, both(PASSED)),
-    Endpoint("/v1/chat/completions/render", CHAT, both(PASSED)),
-    Endpoint("/invocations", CHAT, both(ROWS), stream=True),
-    Endpoint("/cohere/v2/chat", SHORT_CHAT, SECOND_REFUSES, stream=True),
-    Endpoint("/cohere/v2/chat/render", SHORT_CHAT, SECOND_REFUSES),
-    Endpoint("/v1/responses/render", INPUT, SECOND_REFUSES),
-    Endpoint("/v1/messages/render", SHORT_CHAT, SECOND_REFUSES),
-    Endpoint("/v1/completions/derender", {"generate_responses": [GENERATED]}, SECOND_REFUSES),
-    Endpoint("/v1/chat/completions/derender", {"generate_response": GENERATED}, SECOND_REFUSES),
+    Endpoint("/v1/completions/render", COMPLETION, PASSED),
+    Endpoint("/v1/chat/completions/render", CHAT, PASSED),
+    Endpoint("/invocations", CHAT, ROWS, stream=True),
+    Endpoint("/cohere/v2/chat", SHORT_CHAT, REFUSED, stream=True),
+    Endpoint("/cohere/v2/chat/render", SHORT_CHAT, REFUSED),
+    Endpoint("/v1/responses/render", INPUT, REFUSED),
+    Endpoint("/v1/messages/render", SHORT_CHAT, REFUSED),
+    Endpoint("/v1/completions/derender", {"generate_responses": [GENERATED]}, REFUSED),
+    Endpoint("/v1/chat/completions/derender", {"generate_response": GENERATED}, REFUSED),
     Endpoint(
         "/v1/decisions",
         {"input": "abc", "questions": [{"type": "predicate", "instructions": "a"}]},
-        SECOND_REFUSES,
+        REFUSED,
         silent=501,
     ),
     Endpoint(
@@ -147,12 +143,12 @@ ENDPOINTS = [
             "state": "abc",
             "questions": {"a": {"type": "choice", "criteria": {"b": None, "c": None}}},
         },
-        SECOND_REFUSES,
+        REFUSED,
         silent=501,
     ),
-    Endpoint("/v1/messages/count_tokens", {"messages": MESSAGES}, both(REFUSED)),
-    Endpoint("/detokenize", {"tokens": PROMPT}, both(REFUSED)),
-    Endpoint("/tokenize", {"prompt": "abc"}, both(SERVED)),
+    Endpoint("/v1/messages/count_tokens", {"messages": MESSAGES}, REFUSED),
+    Endpoint("/detokenize", {"tokens": PROMPT}, REFUSED),
+    Endpoint("/tokenize", {"prompt": "abc"}, SERVED),
 ]
 
 

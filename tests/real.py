@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.lines import installed
 from tools.common.cli import ToolError
 from tools.common.pin import PinnedFile, Project, lines
 from tools.series.series import Series, read_series
 from tools.source.fetch import fetch, fetch_source
 
-PROJECT = Project(Path(__file__).resolve().parent.parent)
+PROJECT = Project(Path(__file__).resolve().parent.parent, installed())
 # Every line of this repository.
 PROJECTS = [Project(PROJECT.root, line) for line in lines(PROJECT.root)]
 

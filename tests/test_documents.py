@@ -49,6 +49,8 @@ Signed-off-by: vLLM routed experts <patches@vllm-routed-experts.invalid>
 """
 # The patch of this message, and the one that the document splits.
 FRESH, METRICS = "say-something-by-a-test.patch", "routed-experts-metrics.patch"
+# The patch that it drops.
+LAST = "routed-experts-scheduler-class.patch"
 
 
 def blocks(name: str) -> dict[str, list[str]]:
@@ -111,8 +113,8 @@ class Scratch:
     def series(self) -> list[str]:
         return (self.root / "patches" / LINE / "series").read_text().split()
 
-    def pin(self) -> dict[str, dict[str, str]]:
-        return tomllib.loads((self.root / "patches" / LINE / "upstream.toml").read_text())
+    def pin(self, line: str) -> dict[str, dict[str, str]]:
+        return tomllib.loads((self.root / "patches" / line / "upstream.toml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def scratch(clone: Scratch) -> Iterator[Scratch]:
     """The clone as it was when it was made."""
     yield clone
     clone.type("git reset --quiet --hard && git clean --quiet --force -d patches")
-    clone.type(".venv/bin/python -m tools series apply --discard")
+    clone.type(".venv-tools/bin/python -m tools series apply --discard")
 
 
 @pytest.mark.parametrize(
@@ -155,8 +157,8 @@ def scratch(clone: Scratch) -> Iterator[Scratch]:
         ("Reordering", "1{h;d};2G", lambda series: [series[1], series[0], *series[2:]]),
         (
             "Dropping a patch",
-            "/Describe routed experts/d",
-            lambda series: [name for name in series if name != "routed-experts-docs.patch"],
+            "/with a scheduler class of its own/d",
+            lambda series: [name for name in series if name != LAST],
         ),
     ],
 )
@@ -172,21 +174,22 @@ def test_commands_change_the_series(
 
 
 def test_moving_to_another_release_and_back_is_where_it_began(scratch: Scratch) -> None:
-    release = scratch.pin()["release"]
-    wheel = scratch.pin()["wheel"]["cpu"]
     try:
         Index().files("vllm")
     except ToolError as error:
         pytest.skip(str(error))
     (commands,) = CONTRIBUTING["Moving to another vLLM release"]
+    ((line, target),) = set(re.findall(r"ON=(\S+) ONTO=(\S+)", commands))
+    release = scratch.pin(line)["release"]
+    wheel = scratch.pin(line)["wheel"]["cpu"]
     out = scratch.type(commands)
-    (target,) = set(re.findall(r"ONTO=(\S+)", commands))
     assert f"vLLM {release['version']}" in out
-    assert scratch.pin()["release"]["version"] == target
-    assert target in scratch.pin()["wheel"]["cpu"]["filename"] != wheel["filename"]
-    scratch.type(".venv/bin/python -m tools series check")
-    scratch.type("make wheel && .venv/bin/python -m tools wheel verify")
-    back = f"make rebase ONTO={release['version']} ARGS='--commit {release['commit']}'"
+    assert scratch.pin(line)["release"]["version"] == target
+    assert target in scratch.pin(line)["wheel"]["cpu"]["filename"] != wheel["filename"]
+    tools = f".venv-tools/bin/python -m tools --on {line}"
+    scratch.type(f"{tools} series check")
+    scratch.type(f"make wheel ON={line} && {tools} wheel verify")
+    back = f"make rebase ON={line} ONTO={release['version']} ARGS='--commit {release['commit']}'"
     assert "rebased: " in scratch.type(back)
     assert scratch.type("git status --porcelain") == ""
 
@@ -201,7 +204,7 @@ def test_sending_a_patch_makes_a_branch_and_pushes_nothing(scratch: Scratch) -> 
     (commands,) = CONTRIBUTING["Sending a patch to vLLM"]
     out = scratch.type(commands)
     assert "Nothing was pushed" in out
-    made = scratch.type("git -C ../vllm log -1 --format='%an %s' cpu-speculative-decoding")
+    made = scratch.type("git -C ../vllm log -1 --format='%an %s' cpu-router-bias")
     assert made.startswith("Ada Person [")
     assert scratch.type("git -C ../origin.git for-each-ref").count("\n") == 1
     assert list((scratch.root / "build" / LINE / "submit").glob("*.md"))
@@ -230,7 +233,7 @@ def test_a_new_user_gets_rows(
     _, _, install = install.partition(" && ")
     (client,) = re.findall(r"```python\n(.*?)```", README_TEXT, re.DOTALL)
     serve += f" --kv-cache-memory-bytes 1G --port {port}"
-    monkeypatch.setenv("PATH", f"{ROOT / '.venv/bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     subprocess.run(["bash", "-euc", install], cwd=ROOT, check=True)
     with Kept(["bash", "-c", f"exec {serve}"], tmp_path / "server.log", common=QUIET) as server:
         while server.poll() is None and "startup complete" not in server.tail(5):

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import zmq
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.entrypoints.openai.api_server import run_server_worker
-from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.routed_experts import RoutedExpertsManager
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput

@@ -40,7 +40,7 @@ import numpy as np
 
 from benchmarks.common import ROOT, command, read_peak, table
 from benchmarks.host import BLOCK, PARTS, TOP_K
-from harness.lines import FIRST, LINES
+from harness.lines import LINES, installed
 
 GROUP_PROMPT, GROUP_OUTPUT = 8192, 4
 # The engines of each build: whether the flag is on, and who asks.
@@ -57,8 +57,8 @@ ENGINES: dict[str, dict[str, tuple[bool, str]]] = {
 
 def engines_of(args: argparse.Namespace, build: str) -> list[str]:
     names = list(ENGINES[build])
-    if build == "release" and args.on == FIRST:
-        names.remove("flag on")  # its capture is not in these processes
+    if build == "release" and not LINES[args.on].tests["release_captures_here"]:
+        names.remove("flag on")
     if args.group and "one asks" in names:
         names.remove("one asks")  # it would compute the prompt again
     return names
@@ -219,7 +219,7 @@ def report(args: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+        "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt of a decode")

@@ -23,6 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from checks.mutants import EXAMPLES, Mutant, v0_20_2, v0_33_0
+from harness.lines import installed as line_of_vllm
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 
@@ -30,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 
 # By line: its mutants, and its property test.
 LINES = {
-    "v0.20.2": (v0_20_2.MUTANTS, "tests/property"),
-    "v0.33.0": (v0_33_0.MUTANTS, "tests/v0.33.0/test_connector.py"),
+    "v0.20.2": (v0_20_2.MUTANTS, "tests/v0_20_2"),
+    "v0.33.0": (v0_33_0.MUTANTS, "tests/v0_33_0/test_connector.py"),
 }
 
 
@@ -101,7 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutants whose name has one of these")
     parser.add_argument(
-        "--on", choices=LINES, default="v0.20.2", help="the line (default: %(default)s)"
+        "--on", choices=LINES, default=line_of_vllm(), help="the line (default: %(default)s)"
     )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="mutants at a time (default: %(default)s)"

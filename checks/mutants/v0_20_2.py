@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of the line v0.20.2, whose property test is `tests/property/test_scheduling.py`."""
+"""Mutants of the line v0.20.2, whose property test is `tests/v0_20_2/test_scheduling.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of the line v0.33.0, whose property test is `tests/v0.33.0/test_connector.py`."""
+"""Mutants of the line v0.33.0, whose property test is `tests/v0_33_0/test_connector.py`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from demos.program import Failure, Waiting
 from demos.rows import report
 from examples.client import Completion, Rows
 from harness import text
-from harness.lines import FIRST, LINES
+from harness.lines import LINES, installed
 from harness.oracle import Comparison, Oracle, compare
 from harness.process import Kept
 
@@ -233,10 +233,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         out="build/demo",
     )
     parser.add_argument(
-        "--on", choices=LINES, default=FIRST, help="line of the installed vLLM (%(default)s)"
+        "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     parser.add_argument(
-        "--eager", action="store_true", help="without torch.compile, as the first line always is"
+        "--eager",
+        action="store_true",
+        help="without torch.compile, if the line has it",
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(

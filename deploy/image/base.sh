@@ -15,13 +15,13 @@ refuse() {
     exit 1
 }
 
-# The base wheels are manylinux_2_35 (cuda) and manylinux_2_28 (cpu).
 case $variant-$(uname -m) in
-cuda-x86_64 | cuda-aarch64) oldest=2.35 ;;
-cpu-x86_64) oldest=2.28 ;;
+cuda-x86_64 | cuda-aarch64 | cpu-x86_64) ;;
 cuda-*) refuse "there is no CUDA base wheel for its machine" "x86_64 or aarch64" "$(uname -m)" ;;
 *) refuse "there is no CPU base wheel for its machine" "x86_64" "$(uname -m)" ;;
 esac
+# The packages of the locks are manylinux_2_35 or older.
+oldest=2.35
 glibc=$(getconf GNU_LIBC_VERSION | cut -d ' ' -f 2)
 if ! printf '%s\n%s\n' "$oldest" "$glibc" | sort --version-sort --check=quiet; then
     refuse "glibc is too old" "$oldest or newer" "$glibc"

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Build the patched wheel for this machine, or take the one in build/*/wheels-cuda or build/*/wheels;
+# Build the patched wheel for this machine, or take the one in build/<line>/wheels-cuda or build/<line>/wheels;
 # prove either way that it is the pinned base wheel plus the series; put it and its bill of materials into
 # a directory.
 #
-#   wheel.sh cuda|cpu OUT
+#   wheel.sh LINE cuda|cpu OUT
 #
 # PIN, SERIES_FINGERPRINT and WHEEL_VERSION are what the image's labels say; they must be true.
 set -euo pipefail
 
-image=${1:?cuda or cpu}
-out=${2:?the directory to write to}
+line=${1:?the line of patches/}
+image=${2:?cuda or cpu}
+out=${3:?the directory to write to}
 root=${ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)}
 case $image-$(uname -m) in
 cuda-x86_64) variant=cuda made=wheels-cuda ;;
@@ -30,7 +31,7 @@ if [ -z "$python" ]; then
     "$python" -m pip install --quiet --no-cache-dir --disable-pip-version-check --only-binary :all: \
         --require-hashes --requirement requirements/tools.txt
 fi
-tools() { "$python" -m tools --root "$root" "$@"; }
+tools() { "$python" -m tools --root "$root" --on "$line" "$@"; }
 
 identity=$(tools wheel identity --variant "$variant")
 said=$(printf '%s=%s\n' PIN "${PIN:-}" SERIES_FINGERPRINT "${SERIES_FINGERPRINT:-}" \
@@ -44,7 +45,7 @@ fi
 
 tools series apply
 shopt -s nullglob
-given=("$root"/build/*/"$made"/vllm-*_"$(uname -m)".whl)
+given=("$root"/build/"$line"/"$made"/vllm-*_"$(uname -m)".whl)
 if [ ${#given[@]} -eq 0 ]; then
     built=$(mktemp -d)
     tools wheel build --variant "$variant" --out "$built"

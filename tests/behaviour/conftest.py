@@ -24,7 +24,7 @@ import torch
 from examples.client import Completion
 from harness import oracle
 from harness.checkpoint import make_checkpoint
-from harness.lines import FIRST
+from harness.lines import LINES, installed
 from harness.process import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ OPTIONS: dict[str, Any] = {
     "enable_return_routed_experts": True,
     "seed": 0,
 }
+
+# Marks of modules whose tests run engines.
+ENGINES = [pytest.mark.slow] if LINES[installed()].tests["slow_engines"] else []
 
 AMX_PLUGIN = """
 import torch
@@ -83,12 +86,6 @@ def environment() -> Iterator[None]:
         registry = "vllm.model_executor.models.registry"
         patch.setattr(f"{registry}._run_in_subprocess", lambda look: look())
         yield
-
-
-@pytest.fixture(scope="session")
-def line() -> str:
-    """The line of `patches/` that the tests run on. The folder of another line has its own."""
-    return FIRST
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +127,7 @@ def running(model: Path, **options: Any) -> Iterator[LLM]:
     with ExitStack() as stack:
         _running.append(model)
         stack.callback(forget_engine, model)
-        llm = LLM(str(model), **{**OPTIONS, **in_process, **options})
+        llm = LLM(str(model), **{**OPTIONS, **LINES[installed()].engine, **in_process, **options})
         stack.callback(llm.llm_engine.engine_core.shutdown)
         yield llm
 

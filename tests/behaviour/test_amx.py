@@ -14,10 +14,12 @@ from vllm.platforms import current_platform
 
 from harness import oracle, recorder
 from harness.choice import Choice
-from tests.behaviour.conftest import CHUNK, ask, assert_all_true, random_prompt, running
+from tests.behaviour.conftest import CHUNK, ENGINES, ask, assert_all_true, random_prompt, running
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+pytestmark = ENGINES
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 LENGTHS = (5, 2 * CHUNK + 9, 40, 1)

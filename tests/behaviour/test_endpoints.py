@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve`: who asks gets rows or a 400, by every spelling, on every endpoint.
 
-The table is `tests/endpoints.py`. The line v0.33.0 runs these tests too.
+The table is `tests/endpoints.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from examples.client import decode_rows
-from harness.lines import FIRST, LINES
+from harness.lines import LINES
 from harness.process import ENVIRONMENT
 from harness.server import ARGUMENTS, Server
 from tests import endpoints
@@ -54,7 +54,7 @@ each_cell = pytest.mark.parametrize(
         for stream in ([False, True] if e.stream else [False])
     ],
 )
-with_rows = [endpoint for endpoint in ENDPOINTS if endpoint.lines[FIRST] == ROWS]
+with_rows = [endpoint for endpoint in ENDPOINTS if endpoint.what == ROWS]
 
 
 @pytest.fixture(scope="module", params=[[], OPT_IN], ids=["all", "opt-in"])
@@ -128,7 +128,7 @@ def test_who_asks_gets_rows_or_a_refusal_that_names_the_endpoint(
     server: Server, line: str, endpoint: Endpoint, way: tuple[str, ...], stream: bool
 ) -> None:
     reply = send(server, endpoint, (way, {ASK: 1}), stream=stream)
-    expected = endpoint.lines[line]
+    expected = endpoint.what
     if expected == REFUSED:
         assert reply.status_code == 400, reply.text
         name = "eam search" if "use_beam_search" in endpoint.body else endpoint.path
@@ -152,6 +152,27 @@ def test_who_asks_gets_rows_or_a_refusal_that_names_the_endpoint(
     assert_rows(endpoint, read_chunks(reply))
 
 
+@pytest.mark.parametrize(
+    "endpoint", [e for e in ENDPOINTS if e.what == PASSED], ids=lambda e: e.name.strip("`")
+)
+def test_rendered_request_asks_for_the_rows_of_the_prompt(
+    server: Server, line: str, endpoint: Endpoint
+) -> None:
+    if not LINES[line].tests["renders_prompt_rows"]:
+        pytest.skip("the rendered request has no `kv_transfer_params`")
+    params = {"kv_transfer_params": {"prompt_routed_experts": True}}
+    reply = send(server, endpoint, (endpoints.FIELD, {ASK: True, **params}))
+    (rendered,) = reply.json() if isinstance(reply.json(), list) else [reply.json()]
+    answer = httpx.post(
+        server.url + "/inference/v1/generate",
+        json={**rendered, "stream": False},
+        timeout=120,
+        trust_env=False,
+    ).json()
+    prompt = answer["kv_transfer_params"]["prompt_routed_experts"]
+    assert len(decode_rows(prompt["routed_experts"])) == len(rendered["token_ids"])
+
+
 @each_endpoint
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_silent_request_is_captured_only_where_it_gets_rows(
@@ -159,7 +180,7 @@ def test_silent_request_is_captured_only_where_it_gets_rows(
 ) -> None:
     if stream and not endpoint.stream:
         pytest.skip("does not stream")
-    if line in endpoint.ends_engine:
+    if endpoint.path in LINES[line].tests["ends_engine"]:
         pytest.skip("ends the engine of the release too")
 
     def read() -> float:
@@ -168,11 +189,11 @@ def test_silent_request_is_captured_only_where_it_gets_rows(
     before = read()
     reply = send(server, endpoint, stream=stream)
     assert reply.status_code == endpoint.silent, reply.text
-    gets_rows = endpoint.lines[line] == ROWS and "--routed-experts-opt-in" not in arguments
-    if stream and line != FIRST:
+    gets_rows = endpoint.what == ROWS and "--routed-experts-opt-in" not in arguments
+    if stream and not LINES[line].tests["silent_streams"]:
         gets_rows = gets_rows and endpoint.path == "/inference/v1/generate"
     assert (read() > before) == gets_rows
-    if endpoint.lines[line] == ROWS:
+    if endpoint.what == ROWS:
         assert (count_rows(read_chunks(reply)) > 0) == gets_rows
     else:
         assert '"routed_experts":"' not in reply.text.replace(" ", "")
@@ -183,7 +204,7 @@ def test_true_and_false_may_be_spelled_in_several_ways(
     server: Server, line: str, endpoint: Endpoint, way: tuple[str, ...], stream: bool
 ) -> None:
     """Other values: test_fuzz.py."""
-    if endpoint.lines[line] != ROWS:
+    if endpoint.what != ROWS:
         pytest.skip("has no place for rows")
     for value in (True, 1, "true"):
         reply = send(server, endpoint, (way, {ASK: value, START: 2}), stream=stream)
@@ -272,8 +293,7 @@ def run_program(line: str, *command: str) -> str:
 
 
 def test_offline_requests_get_rows_if_they_ask(model: Path, line: str) -> None:
-    options = {} if line == FIRST else {"kernel_config": {"enable_jit_warmup": False}}
-    printed = run_program(line, "-c", OFFLINE, str(model), json.dumps(options))
+    printed = run_program(line, "-c", OFFLINE, str(model), json.dumps(LINES[line].engine))
     (counts,) = [text for text in printed.splitlines() if text.startswith("counts ")]
     assert json.loads(counts.removeprefix("counts ")) == [None, None, 0, 0, 0, 0]
 
@@ -293,13 +313,11 @@ def test_requests_of_a_batch_file_get_rows_if_they_ask(
     ]
     given, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("".join(json.dumps(text) + "\n" for text in lines))
-    # `vllm run-batch` does not take the option of `vllm serve`.
-    options = [o for o in LINES[line].arguments if o != "--enable-scale-out"]
     run_program(
         line,
         *("-m", "vllm.entrypoints.cli.main", "run-batch"),
         *("-i", str(given), "-o", str(answers), "--model", str(model)),
-        *(*ARGUMENTS, *options, "--enforce-eager"),
+        *(*ARGUMENTS, *LINES[line].options, "--enforce-eager"),
         *("--enable-return-routed-experts", "--routed-experts-opt-in"),
     )
     bodies = [json.loads(text)["response"]["body"] for text in answers.read_text().splitlines()]
@@ -309,7 +327,7 @@ def test_requests_of_a_batch_file_get_rows_if_they_ask(
 def test_documentation_has_this_table() -> None:
     page = (PROJECT.root / "docs" / "endpoints.md").read_text()
     rows = [
-        " | ".join([e.name, ", ".join(WAYS[way] for way in e.ways), *e.lines.values()])
+        " | ".join([e.name, ", ".join(WAYS[way] for way in e.ways), *map(e.on, LINES)])
         for e in ENDPOINTS
     ]
     assert "".join(f"| {row} |\n" for row in rows) in page

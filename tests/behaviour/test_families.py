@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families whose rows need another oracle on this line than the routers of `transformers`
-(`test_all_families.py`): the router logits of the same forward.
-
-| family | why |
-|---|---|
-| DeepSeek-V2 and V3 | vLLM's gate rounds V2's logits to bfloat16; MLA is off on a CPU |
-| gpt-oss | CPU kernels take bfloat16 only |
+"""Families whose rows need another oracle on a line than the routers of `transformers`
+(`test_all_families.py`): the router logits of the same forward. `upstream.toml` lists them, and
+says why.
 """
 
 from __future__ import annotations
@@ -20,12 +16,15 @@ import pytest
 
 from harness import oracle, recorder
 from harness.choice import Choice
-from tests.behaviour.conftest import BLOCK, CHUNK, ask, random_prompt, running
+from harness.lines import LINES, installed
+from tests.behaviour.conftest import BLOCK, CHUNK, ENGINES, ask, random_prompt, running
 from tests.behaviour.test_all_families import assert_form
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import CompletionOutput, RequestOutput
+
+pytestmark = ENGINES
 
 
 @dataclass(frozen=True)
@@ -38,24 +37,17 @@ class Case:
     moe_layers: tuple[int, ...] = (0, 1, 2, 3)
     choice: Choice = field(default_factory=lambda: Choice(top_k=4))
 
+    @classmethod
+    def read(cls, family: str) -> Case:
+        """The case of `upstream.toml`."""
+        said = dict(CASES[family])
+        choice = Choice(top_k=4, **said.pop("choice", {}))
+        layers = tuple(said.pop("moe_layers", (0, 1, 2, 3)))
+        return cls(family, **said, moe_layers=layers, choice=choice)
+
 
 LAYERS = 4
-GROUPED = {"n_group": 4, "topk_group": 2}
-BY_OWN_LOGITS = {
-    "deepseek_v2": Case(
-        "deepseek_v2",
-        {**GROUPED, "topk_method": "group_limited_greedy"},
-        moe_layers=(1, 2, 3),
-        choice=Choice(top_k=4, groups=4, top_groups=2),
-    ),
-    "deepseek_v3": Case(
-        "deepseek_v3",
-        GROUPED,
-        moe_layers=(1, 2, 3),
-        choice=Choice(top_k=4, groups=4, top_groups=2, scoring="sigmoid"),
-    ),
-    "gpt_oss": Case("gpt_oss", options={"dtype": "bfloat16"}),
-}
+CASES = LINES[installed()].tests["own_logits"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +69,10 @@ def serving(case: Case, checkpoint: Callable[..., Path], **options: Any) -> Iter
             yield Served(case, model, llm)
 
 
-@pytest.fixture(scope="module", params=BY_OWN_LOGITS)
+@pytest.fixture(scope="module", params=CASES)
 def recorded(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[Served]:
     extension = "harness.recorder.Recorder"
-    case = BY_OWN_LOGITS[request.param]
+    case = Case.read(request.param)
     with serving(case, checkpoint, worker_extension_cls=extension) as served:
         served.llm.collective_rpc("record_start")
         yield served

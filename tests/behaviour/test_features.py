@@ -16,6 +16,7 @@ import pytest
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
+    ENGINES,
     as_prompts,
     ask,
     assert_all_true,
@@ -28,6 +29,8 @@ from tests.behaviour.conftest import (
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+pytestmark = ENGINES
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["caching", "no_caching"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ import psutil
 import pytest
 
 from examples.client import Completion
-from harness.lines import FIRST
 from harness.process import Kept, free_port
 from harness.server import ARGUMENTS, Server
 from tests.behaviour.conftest import (
@@ -71,9 +71,7 @@ def two_workers(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield llm
 
 
-def serving(
-    model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES, line: str = FIRST
-) -> Server:
+def serving(model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES) -> Server:
     return Server(
         model,
         log=log,
@@ -84,7 +82,6 @@ def serving(
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
         },
-        line=line,
     )
 
 
@@ -169,7 +166,7 @@ def test_rows_of_two_nodes_of_the_image_are_true(model: Path, tmp_path: Path) ->
 
     def place(rank: int) -> dict[str, str]:
         return {
-            "PATH": f"{PROJECT.root / '.venv/bin'}:{os.environ['PATH']}",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "NODES": "2",
             "RANK": str(rank),
             "NODE": f"127.0.0.{2 + rank}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ def environment(folder: Path, address: str, port: int, gpus: int) -> dict[str, s
     """
     path = [str(PLATFORM), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        "PATH": f"{PROJECT.root / '.venv/bin'}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(path),
         "NODE": address,
         "RAY_PORT": str(port),

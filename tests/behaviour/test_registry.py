@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from harness.on_cpu import TESTED
+from harness.lines import LINES
 from tests import registry
 
 
@@ -15,11 +15,12 @@ def test_every_moe_family_of_transformers_is_documented(line: str) -> None:
 
 def test_families_that_the_documentation_calls_tested_are_those_of_the_tests(line: str) -> None:
     documented = registry.documented_families(line)
-    assert {family for family, how in documented.items() if how == "yes"} == TESTED[line].keys()
+    tested = {family for family, how in documented.items() if how == "yes"}
+    assert tested == LINES[line].tests["families"].keys()
 
 
 def test_every_moe_architecture_that_transformers_lacks_is_documented(line: str) -> None:
     known = set().union(*registry.families().values())
-    for overrides in TESTED[line].values():
+    for overrides in LINES[line].tests["families"].values():
         known.update(overrides.get("architectures", ()))
     assert registry.moe_architectures() - known == registry.documented_architectures(line)

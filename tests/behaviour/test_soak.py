@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from harness.lines import FIRST
+from harness.lines import LINES
 from tests.behaviour.conftest import BLOCK, random_prompt, running, scheduler_of
 
 pytestmark = pytest.mark.slow
@@ -57,16 +57,10 @@ def assert_nothing_is_left(scheduler: Any) -> None:
         assert not any([*kept, connector._emitted, connector._rewound, connector._loading])
 
 
-def test_soak(checkpoint: Callable[..., Path]) -> None:
-    soak(checkpoint(), FIRST)
-
-
-def soak(model: Path, line: str) -> None:
+def test_soak(checkpoint: Callable[..., Path], line: str) -> None:
     from vllm import SamplingParams
 
-    # Triton's interpreter takes four requests a second.
-    num_requests = int(os.environ.get("SOAK_REQUESTS", "10000" if line == FIRST else "2000"))
-    options = {} if line == FIRST else {"kernel_config": {"enable_jit_warmup": False}}
+    num_requests = int(os.environ.get("SOAK_REQUESTS", LINES[line].tests["soak_requests"]))
     process = psutil.Process()
     litter_before = litter()
     children_before = {child.pid for child in process.children(recursive=True)}
@@ -74,7 +68,7 @@ def soak(model: Path, line: str) -> None:
     prefixes = [random_prompt(900 + i, 3 * BLOCK) for i in range(12)]
     resident: list[int] = []
     aborted = 0
-    with running(model, num_gpu_blocks_override=NUM_BLOCKS, **options) as llm:
+    with running(checkpoint(), num_gpu_blocks_override=NUM_BLOCKS) as llm:
         engine, scheduler = llm.llm_engine, scheduler_of(llm)
         outstanding: dict[str, int] = {}
         added = finished = 0

@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
+    ENGINES,
     ask,
     assert_all_true,
     random_prompt,
@@ -35,6 +36,8 @@ from tests.behaviour.conftest import (
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
+
+pytestmark = ENGINES
 
 LAYERS = 4
 # Makes residual streams depend mostly on the token, so that drafts from the token alone are often

@@ -19,6 +19,7 @@ from harness import oracle
 from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
+    ENGINES,
     ask,
     assert_all_true,
     make_params,
@@ -31,20 +32,16 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
 
+pytestmark = ENGINES
+
 # The last one needs several steps for its prompt.
 PROMPTS = [random_prompt(900, 40), random_prompt(901, 70), random_prompt(902, 3 * CHUNK)]
 
 
 @pytest.fixture(scope="module")
-def options() -> dict[str, Any]:
-    """Of the engine. The folder of another line has its own."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path, options: dict[str, Any]) -> Iterator[LLM]:
+def engine(model: Path) -> Iterator[LLM]:
     # With so few blocks, requests get blocks that others had with other weights.
-    with running(model, num_gpu_blocks_override=24, **options) as llm:
+    with running(model, num_gpu_blocks_override=24) as llm:
         yield llm
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import turns
 from benchmarks.turns import MODES, TURNS, Turn, report
+from harness.lines import installed
 from harness.server import ServerError
 
 Rounds = list[dict[str, list[Turn]]]
@@ -53,5 +54,5 @@ def test_server_is_of_the_line_and_its_end_is_told(
         raise ServerError(f"no server of {line}")
 
     monkeypatch.setattr(turns, "Server", server)
-    assert turns.main(["--on=v0.33.0", f"--out={tmp_path / 'record.md'}"]) == 1
-    assert capsys.readouterr().err == "error: no server of v0.33.0\n"
+    assert turns.main(["--on", installed(), f"--out={tmp_path / 'record.md'}"]) == 1
+    assert capsys.readouterr().err == f"error: no server of {installed()}\n"

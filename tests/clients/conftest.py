@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.common import table as markdown
 from examples.client import decode_rows
-from harness.lines import FIRST, LINES
+from harness.lines import LINES
 from harness.process import ENVIRONMENT
 from tests.clients.driving import Turn, encode, read_record, refuse_error, try_record
 from tests.clients.recorder import BEHAVIOURS, LINE, MODELS, record
@@ -83,7 +83,7 @@ CLIENTS = {
     ),
     "SkyRL": Client((*EACH, "several turns", "n > 1"), ("skyrl",)),
 }
-if LINE != FIRST:  # it does not start on the first line
+if LINES[LINE].tests["skyrl_server"]:
     CLIENTS["SkyRL, its server"] = Client((*ENGINES, "several turns"), ("skyrl",), "HTTP server")
 
 
@@ -227,7 +227,7 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
     project = Project(ROOT, LINE)
     series = read_series(project.series_file)
     of = fingerprint(series, project.pin)[:16]
-    command = "make clients" if LINE == FIRST else f"make clients ON={LINE}"
+    command = f"make clients ON={LINE}"
     rows = [
         [
             label(name),

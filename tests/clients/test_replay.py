@@ -16,12 +16,13 @@ from demos.replay.report import MAX_GRADIENTS
 from demos.replay.trainers import Trained
 from examples.client import Completion
 from harness.checkpoint import make_checkpoint
-from harness.lines import FIRST
+from harness.lines import LINES
 from tests.clients.recorder import LINE
 from tests.unit.test_replay import complete
 
-# The second line's `transformers` has other modules.
-pytestmark = pytest.mark.skipif(LINE != FIRST, reason="`make replay` is of the first line")
+pytestmark = pytest.mark.skipif(
+    not LINES[LINE].tests["replays"], reason="`make replay` does not run on this line"
+)
 
 LAYERS = 3
 # Prompts differ in length, so batches have padding; processes have equally many sampled tokens.

@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -166,12 +167,13 @@ class Image:
 def image(request: pytest.FixtureRequest) -> Iterator[Image]:
     """The image of a variant. Its record is written after all tests, if none failed."""
     variant = request.param
-    base, name = make_base(variant), f"localhost/vllm-routed-experts:{variant}"
+    base, name = make_base(variant), f"localhost/vllm-routed-experts:{PROJECT.line}-{variant}"
     make_checkpoint(MADE / "checkpoint")
     began = time.monotonic()
     revision = do("git", "rev-parse", "HEAD")
     build = "buildah build --format docker --isolation chroot"
-    arguments = [f"VARIANT={variant}", f"BASE_IMAGE={base}", f"IMAGE={name}", f"BUILD={build}"]
+    arguments = [f"ON={PROJECT.line}", f"VARIANT={variant}", f"BASE_IMAGE={base}"]
+    arguments += [f"IMAGE={name}", f"BUILD={build}"]
     log = do("make", "image", *arguments, timeout_s=1500)
     took = time.monotonic() - began
     (MADE / f"build-{variant}.log").write_text(log)
@@ -181,7 +183,8 @@ def image(request: pytest.FixtureRequest) -> Iterator[Image]:
     suffix = "" if variant == "cpu" else "-cuda"
     record = [
         f"# The {variant} image, built and looked at from outside\n",
-        f"`make image-test{suffix}` on {os.cpu_count()} cores without Docker: all tests passed.\n",
+        f"`make image-test{suffix} ON={PROJECT.line}` on {os.cpu_count()} cores without Docker: "
+        "all tests passed.\n",
         f"- buildah: {do('buildah', '--version')}, `--isolation chroot`, {took:.0f} s",
         f"- base: a stand-in that `debootstrap` made, {BASES[variant][1]}",
         f"- size: {size}",
@@ -217,10 +220,9 @@ def inside(server: Server) -> list[psutil.Process]:
 
 @BOTH
 def test_labels_name_what_was_built(image: Image) -> None:
-    command = ["-m", "tools", "wheel", "identity", "--variant", image.variant]
-    identity = dict(
-        line.split("=") for line in do(str(PROJECT.root / ".venv/bin/python"), *command).split("\n")
-    )
+    command = ["-m", "tools", "wheel", "identity", "--on", PROJECT.line]
+    command += ["--variant", image.variant]
+    identity = dict(line.split("=") for line in do(sys.executable, *command).split("\n"))
     labels = image.config["Labels"]
     assert labels["vllm-routed-experts.pin"] == identity["PIN"]
     assert labels["vllm-routed-experts.series-fingerprint"] == identity["SERIES_FINGERPRINT"]

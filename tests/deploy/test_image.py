@@ -13,7 +13,7 @@ import pytest
 from tests.deploy.conftest import IMAGE, ROOT, Stage
 from tests.stub import Stub
 from tests.tools.toy import VERSION, Toy, add_series, make_toy
-from tools.common.pin import Project
+from tools.common.pin import DEFAULT_LINE, Project
 from tools.series.series import fingerprint, read_series
 
 NVCC = "Cuda compilation tools, release 13.0, V13.0.88\n"
@@ -172,6 +172,7 @@ def labels(project: Toy, variant: str = "cuda") -> dict[str, str]:
 def make_wheel(stage: Stage, project: Toy, said: dict[str, str], variant: str = "cuda"):
     return stage.run(
         "image/wheel.sh",
+        project.line,
         variant,
         str(stage.place / "out"),
         ROOT=str(project.root),
@@ -218,6 +219,14 @@ def test_a_wheel_that_is_there_is_taken(
     assert "wheel: " not in done.stdout
     (wheel,) = (stage.place / "out").glob("*.whl")
     assert wheel.read_bytes() == (out / wheel.name).read_bytes()
+
+
+def test_wheels_of_another_line_are_left_alone(stage: Stage, project: Toy) -> None:
+    other = project.root / "build" / "other" / "wheels-cuda"
+    other.mkdir(parents=True)
+    (other / "vllm-1.0-cp38-abi3-linux_x86_64.whl").write_text("")
+    done = make_wheel(stage, project, labels(project))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_wheel_with_a_changed_file_is_refused(stage: Stage, project: Toy) -> None:
@@ -272,12 +281,13 @@ def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, status: i
     maker.chmod(0o755)
     wheel = stage.place / "vllm-1.whl"
     wheel.write_text("")
-    words = ("cuda", str(stage.place), str(ROOT / "requirements"), str(stage.place / "venv"))
+    locks = ROOT / "requirements" / DEFAULT_LINE
+    words = ("cuda", str(stage.place), str(locks), str(stage.place / "venv"))
     done = stage.run("image/install.sh", *words, PYTHON=str(maker))
     assert (done.returncode != 0) == bool(status)
     bootstrap, sync, *rest = stage.calls()
     assert {"--require-hashes", "--only-binary"} <= set(bootstrap)
-    assert {"--require-hashes", "--no-build", str(ROOT / "requirements/cuda.txt")} <= set(sync)
+    assert {"--require-hashes", "--no-build", str(locks / "cuda.txt")} <= set(sync)
     if not status:
         install, check = rest
         assert {"--no-deps", "--no-index", str(wheel)} <= set(install)

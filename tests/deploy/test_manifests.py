@@ -173,7 +173,7 @@ def test_a_node_that_is_not_told_enough_is_not_run(
 
 def test_every_flag_is_one_of_the_installed_vllm(stage: Stage) -> None:
     pytest.importorskip("vllm")
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["vllm"]["command"]

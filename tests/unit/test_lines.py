@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.lines import FIRST, LINES
+from harness.lines import LINES
 from harness.server import Server, ServerError, read_answer
 from tests.clients.driving import encode
-from tests.real import PROJECT, PROJECTS
-
-SECOND = "v0.33.0"
+from tests.real import PROJECTS
 
 
 def reply(**fields: Any) -> dict[str, Any]:
@@ -26,16 +24,16 @@ def reply(**fields: Any) -> dict[str, Any]:
 
 def test_every_line_of_the_patches_is_described() -> None:
     assert set(LINES) == {project.line for project in PROJECTS}
-    assert PROJECT.line == FIRST
 
 
 def test_packages_of_the_line_stand_before_those_of_the_caller(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/pristine/site")
-    server = Server("model", tmp_path / "log", line=SECOND)
+    line = next(line for line in LINES.values() if line.packages)
+    server = Server("model", tmp_path / "log", line=line.name)
     packages, *_, rest = server.env["PYTHONPATH"].split(os.pathsep)
-    assert (Path(packages) / "triton_interpreted").is_dir()
+    assert Path(packages) == line.packages[0]
     assert rest == "/pristine/site"
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tools.common.cli import ToolError
 
-# The default line; the Makefile reads it here.
-DEFAULT_LINE = "v0.20.2"
+# The line that is meant if none is named; the Makefile reads it here.
+DEFAULT_LINE = "v0.33.0"
 # The commit of a release whose archive does not state it.
 UNKNOWN = "unknown"
 
