@@ -326,7 +326,7 @@ image-test image-test-cuda:
 	@for program in buildah debootstrap; do command -v $$program >/dev/null || \
 		{ echo "error: there is no $$program; as root: apt-get install buildah debootstrap" >&2; exit 1; }; done
 	@exec $(PY) -m pytest -m image -k $(if $(filter %-cuda,$@),cuda,cpu) tests/deploy/test_built_image.py
-	@cp build/image/$(subst -test,,$@).md $(RECORDS)/
+	@cp build/image/$@.md $(RECORDS)/
 
 ##@ Keep house
 
