@@ -275,6 +275,21 @@ def test_bill_of_materials_is_of_the_installed_wheel(image: Image) -> None:
 
 
 @BOTH
+def test_packages_are_those_of_the_lock(image: Image) -> None:
+    """The layers hold every package of the lock at its version, the wheel, and no other package."""
+    lock = PROJECT.root / "requirements" / PROJECT.line / f"{image.variant}.txt"
+    locked = dict(re.findall(r"^([a-z0-9][^ =\[]*)(?:\[.*?\])?==([^ ]+)", lock.read_text(), re.M))
+    wheel = image.config["Labels"]["org.opencontainers.image.version"]
+    program = (
+        "import importlib.metadata as m, json, re\n"
+        "names = {re.sub('[-_.]+', '-', d.name).lower(): d.version for d in m.distributions()}\n"
+        "print(json.dumps(names))"
+    )
+    installed = json.loads(do(*image.command("/opt/vllm/bin/python", "-I", "-c", program)))
+    assert installed == {**locked, "vllm": wheel}
+
+
+@BOTH
 def test_nothing_of_the_build_is_left(image: Image) -> None:
     """Neither the sources nor git, nor lists of packages."""
     listing = do(*image.command("sh", "-c", "ls -A / /var/lib/apt/lists /opt; command -v git || :"))
@@ -333,7 +348,7 @@ def test_health_check_asks_the_server(image: Image, server: Server) -> None:
 
 @CPU
 def test_sigterm_lets_the_answer_under_way_end(server: Server) -> None:
-    """The entry point alone, process 1, gets the signal, as from `docker stop`. It ends the server."""
+    """Process 1 alone gets the signal, as from `docker stop`. It ends the server."""
     processes = inside(server)
     body = {
         "token_ids": [5, 6, 7],
@@ -354,7 +369,7 @@ def test_sigterm_lets_the_answer_under_way_end(server: Server) -> None:
 
 @CPU
 def test_a_server_that_loads_is_let_alone_and_one_that_is_dead_ends(image: Image) -> None:
-    kind, *words = image.config["Healthcheck"]["Test"]
+    words = image.config["Healthcheck"]["Test"][1:]
     seen: list[tuple[int, int]] = []
 
     def ask(*more: str) -> int:
