@@ -225,6 +225,7 @@ apply: source ## Apply the series: build/<line>/vllm, one commit per patch
 .PHONY: export
 export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<line>/
 	$(TOOLS) series export
+	@$(TOOLS) series status --table >$(MADE)/patches.md && mv $(MADE)/patches.md patches/$(LINE)/README.md
 	@mkdir -p docs/$(LINE) && cp $(MADE)/vllm/$(call fact,release,page) docs/$(LINE)/routed_experts.md
 
 .PHONY: status
