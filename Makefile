@@ -154,10 +154,6 @@ soak: $(INSTALLED) #> Thousands of requests with random aborts: nothing may be l
 fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: it must survive them
 	@exec $(PY) -m pytest -m slow tests/behaviour/fuzz
 
-.PHONY: stress-eplb
-stress-eplb: $(INSTALLED) #> Asynchronous EPLB in thousands of random schedules of real threads, without a GPU
-	@exec $(PY) -m checks.eplb
-
 .PHONY: clients
 clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of verl, ms-swift, SkyRL, verifiers and megatron-core
 	@exec $(PY) -m pytest -m clients tests/clients

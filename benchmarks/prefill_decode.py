@@ -31,7 +31,7 @@ HEADS = ["Tokens", "Engine", "Carrier", "Request, MB", "Answer, MB", "It took, m
 HEADS += ["Longest callback, ms", "Most processor time of one, ms", "A timer late by, ms"]
 
 
-def server(listening: socket.socket, whole_body: bool, parent: Connection) -> None:
+def server(listening: socket.socket, parent: Connection) -> None:
     """Run the server's process."""
     import uvicorn
 
@@ -43,7 +43,7 @@ def server(listening: socket.socket, whole_body: bool, parent: Connection) -> No
 
     async def run() -> None:
         ticking = asyncio.create_task(probe.tick())
-        config = uvicorn.Config(make_app(whole_body), log_level="error")
+        config = uvicorn.Config(make_app(), log_level="error")
         await uvicorn.Server(config).serve([listening])
         ticking.cancel()
 
@@ -91,7 +91,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="file for the numbers of all rounds, as JSON")
-    parser.add_argument("--whole-body", action="store_true", help="parse bodies with their rows")
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     parent, child = spawn.Pipe()
@@ -99,8 +98,7 @@ def main() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        given = (listening, args.whole_body, child)
-        process = spawn.Process(target=server, args=given, daemon=True)
+        process = spawn.Process(target=server, args=(listening, child), daemon=True)
         process.start()
     # The first round warms up.
     rounds = [run_round(port, parent) for _ in range(args.rounds + 1)][1:]

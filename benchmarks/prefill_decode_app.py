@@ -24,14 +24,12 @@ from vllm.sampling_params import SamplingParams
 IS_FIRST = find_spec("vllm.entrypoints.prompt_routed_experts") is not None
 if IS_FIRST:
     from vllm.entrypoints import prompt_routed_experts as prompt
-    from vllm.entrypoints.prompt_routed_experts_body import PromptRoutedExpertsMiddleware
     from vllm.entrypoints.routed_experts_responses import (
         take_routed_experts_fields as fields_of,
     )
     from vllm.entrypoints.routed_experts_responses import to_json_response
 else:
     from vllm.entrypoints.common import prompt_routed_experts as prompt
-    from vllm.entrypoints.common.prompt_routed_experts_body import PromptRoutedExpertsMiddleware
     from vllm.entrypoints.common.routed_experts import routed_experts_fields as fields_of
     from vllm.entrypoints.common.routed_experts import to_json_response
 
@@ -83,11 +81,9 @@ async def write(request: CompletionRequest, final: RequestOutput) -> Response:
     )
 
 
-def make_app(whole_body: bool) -> FastAPI:
+def make_app() -> FastAPI:
     """`/prefill` and `/decode`. The `seed` of a request is the length of its prompt."""
     app = FastAPI()
-    if not whole_body:
-        app.add_middleware(PromptRoutedExpertsMiddleware)
 
     @app.post("/prefill", response_model=None)
     async def prefill(request: CompletionRequest) -> Response:

@@ -7,12 +7,16 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import Phase, settings
 
 from harness.lines import LINES, installed
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else numba gives OpenMP, and so torch, one thread per core.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+
+# A mutant must fail; which example is the smallest does not matter.
+settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.generate])
 
 # Folders of tests that one line alone has: the other lines' are left out.
 _FOLDERS = {name: name.replace(".", "_") for name in LINES}

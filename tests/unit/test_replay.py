@@ -94,9 +94,12 @@ def watching(blocks: dict[int, Any]) -> Iterator[dict[int, list[set[int]]]]:
             used[layer][token].add(expert)
 
     def at_experts(layer: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # All experts in one module, which gives an expert's output weight where it is fed.
-        for token, weights in enumerate(kwargs["routing_weights"]):
-            used[layer][token] = set(weights.nonzero().flatten().tolist())
+        # All experts in one module. It gets the ids of each token or, in older releases of
+        # `transformers`, a weight for every expert, which is zero where the expert is not used.
+        weights = kwargs.get("routing_weights")
+        for token in range(len(used[layer])):
+            ids = inputs[1][token] if weights is None else weights[token].nonzero().flatten()
+            used[layer][token] = set(ids.tolist())
 
     for layer, block in blocks.items():
         handles.append(block.register_forward_pre_hook(lambda _, i, n=layer: at_block(n, i)))
@@ -151,6 +154,16 @@ def test_own_routes_replayed_change_no_bit(load: Callable[..., Any], family: str
         assert torch.equal(model(tokens, use_cache=False).logits, plain)
 
 
+def expert_output(block: Any, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+    """What one expert makes of the hidden state of a token."""
+    experts = block.experts
+    if isinstance(experts, torch.nn.ModuleList):
+        return experts[expert](hidden)
+    # All experts in one module.
+    gate, up = F.linear(hidden, experts.gate_up_proj[expert]).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, experts.down_proj[expert])
+
+
 @pytest.mark.parametrize(("family", "renormalised"), [("qwen3_moe", True), ("olmoe", False)])
 @torch.inference_mode()
 def test_weights_are_the_models_own_for_the_given_experts(
@@ -160,15 +173,18 @@ def test_weights_are_the_models_own_for_the_given_experts(
     routes = random_routes(model, family, tokens)
     block = moe_blocks(model, family)[2]
     seen: dict[str, torch.Tensor] = {}
-    block.register_forward_hook(lambda _, i, o: seen.update(x=i[0].flatten(0, 1), y=o[0]))
+    block.register_forward_hook(
+        lambda _, i, o: seen.update(x=i[0].flatten(0, 1), y=o[0] if isinstance(o, tuple) else o)
+    )
     with replay(model, routes, range(4)):
         model(tokens, use_cache=False)
-    scores = block.gate(seen["x"]).softmax(dim=-1)
+    logits = block.gate(seen["x"])
+    scores = (logits[0] if isinstance(logits, tuple) else logits).softmax(dim=-1)
     for token, ids in enumerate(routes[:, :, 2].flatten(0, 1)):
         weights = scores[token, ids]
         if renormalised:
             weights = weights / weights.sum()
-        outputs = torch.stack([block.experts[int(e)](seen["x"][token]) for e in ids])
+        outputs = torch.stack([expert_output(block, int(e), seen["x"][token]) for e in ids])
         torch.testing.assert_close(seen["y"].flatten(0, 1)[token], weights @ outputs)
 
 
