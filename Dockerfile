@@ -21,7 +21,7 @@ RUN deploy/image/wheel.sh "${LINE}" "${VARIANT}" /out
 
 FROM base AS server
 ARG LINE VARIANT
-COPY requirements/bootstrap.txt requirements/${LINE}/${VARIANT}*.txt /opt/requirements/
+COPY requirements/bootstrap.txt requirements/${LINE}/${VARIANT}.txt requirements/${LINE}/*.in /opt/requirements/
 RUN --mount=type=bind,from=wheel,source=/out,target=/wheel \
     /opt/deploy/image/install.sh "${VARIANT}" /wheel /opt/requirements /opt/vllm
 COPY --from=wheel /out/sbom.cdx.json /usr/share/vllm-routed-experts/

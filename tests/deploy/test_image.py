@@ -295,36 +295,41 @@ def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, status: i
         assert check[2:4] == ["pip", "check"]
 
 
+MISSING = "The package `vllm` requires `torchcodec>=1 ; x`, but it's not installed\n"
+OLDER = "The package `vllm` requires `certifi>=2`, but `1` is installed\n"
+
+
 @pytest.mark.parametrize(
-    ("left_out", "missing", "status"),
+    ("left_out", "overrides", "told", "status"),
     [
-        (None, ["torchcodec"], 1),
-        ("torchcodec", ["torchcodec"], 0),
-        ("torchcodec", ["torchcodec", "torch"], 1),
-        ("torch", ["torchcodec"], 1),
+        (None, None, MISSING, 1),
+        (None, None, OLDER, 1),
+        ("torchcodec", None, MISSING, 0),
+        ("torchcodec", "certifi", OLDER + MISSING, 0),
+        ("certifi", "torchcodec", MISSING, 1),
+        ("torchcodec", None, MISSING + MISSING.replace("torchcodec", "torch"), 1),
+        ("torch", None, MISSING, 1),
     ],
 )
-def test_what_the_lock_leaves_out_may_be_missing(
-    stage: Stage, left_out: str | None, missing: list[str], status: int
+def test_what_the_lock_leaves_out_or_overrides_is_accepted(
+    stage: Stage, left_out: str | None, overrides: str | None, told: str, status: int
 ) -> None:
     locks = stage.place / "locks"
     locks.mkdir()
-    if left_out:
-        (locks / "cpu-left-out.txt").write_text(f"# Why.\n{left_out}\n")
+    for name, package in (("left-out.in", left_out), ("overrides.in", overrides)):
+        if package:
+            (locks / name).write_text(f"# Why.\n{package}\n")
     stage.program("pip")
     maker = stage.place / "maker"
     maker.write_text(_VENV.format(bin=stage.place / "bin"))
     maker.chmod(0o755)
-    stage.program("uv")
     uv = stage.place / "bin/uv"
-    told = "".join(
-        f"The package `vllm` requires `{name}>=1 ; x`, but it's not installed\n" for name in missing
-    )
     uv.write_text(f"#!/bin/sh\n[ \"$2 $3\" != 'pip check' ] || {{ cat <<'E'\n{told}E\nexit 1; }}\n")
+    uv.chmod(0o755)
     words = ("cpu", str(stage.place), str(locks), str(stage.place / "venv"))
     done = stage.run("image/install.sh", *words, PYTHON=str(maker))
     assert done.returncode == status
-    assert ("torchcodec" in done.stderr) == bool(status)
+    assert (told in done.stderr) == bool(status)
 
 
 # --- health.sh, dp-node.sh, ray-node.sh -----------------------------------------------------------
