@@ -374,18 +374,18 @@ def test_a_server_that_loads_is_let_alone_and_one_that_is_dead_ends(image: Image
     seen: list[tuple[int, int]] = []
 
     def ask(*more: str) -> int:
-        command = image.command_beside(inside(server)[0].pid, *words, *more, PORT=server.port)
+        command = image.command_beside(inside(started)[0].pid, *words, *more, PORT=started.port)
         return subprocess.run(command, capture_output=True, timeout=60).returncode
 
     def while_it_loads(seconds: float, line: str) -> None:
         if line and not seen:
             seen.append((ask(), ask("alive")))
 
-    server = serving(image, progress=while_it_loads)
-    with server:
+    started = serving(image, progress=while_it_loads)
+    with started:
         assert seen == [(1, 0)]
         assert (ask(), ask("alive")) == (0, 0)
-        first, *others = inside(server)
+        first, *others = inside(started)
         (engine,) = [process for process in others if "EngineCore" in process.cmdline()[0]]
         engine.kill()
         # What supervises the container starts another.
