@@ -77,7 +77,7 @@ PRISTINE_ID := $(call digest,$(call files,$(INPUTS)); $(more))
 SERIES_ID := $(call digest,$(call files,$(INPUTS) patches/$(LINE)/series patches/$(LINE)/*.patch); $(more))
 BUILT := $(MADE)/wheels/.built-$(SERIES_ID)
 # Clients whose own code `make clients` runs, each in an environment of its own.
-CLIENTS ?= megatron-core ms-swift skyrl verifiers verl
+CLIENTS ?= megatron-core ms-swift skyrl trl verifiers verl
 CLIENT_PYTHON = $(PYTHON)
 # SkyRL wants this one.
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
@@ -123,6 +123,10 @@ replay: $(INSTALLED) #> Replay the server's routes in trainers (megatron-core: f
 	@[ "$(call fact,tests,replays)" = true ] || { echo "error: make replay does not run on $(LINE), whose transformers has other modules: use a line whose upstream.toml says 'replays = true'" >&2; exit 1; }
 	@exec $(PY) -m demos.replay
 
+.PHONY: train-demo
+train-demo: $(INSTALLED) $(call client_venv,trl) #> Train with TRL, without and with replay: rows and log-probs at each step
+	@exec $(PY) -m demos.train --out $(MADE)/train $(ARGS)
+
 .PHONY: disaggregated
 disaggregated: $(INSTALLED) #> Prefill and decode in two engines: compare every row of the joined answers
 	@exec $(PY) -m demos.disaggregated --out $(MADE)/disaggregated
@@ -155,7 +159,7 @@ fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile on
 	@exec $(PY) -m pytest -m slow tests/behaviour/fuzz
 
 .PHONY: clients
-clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of verl, ms-swift, SkyRL, verifiers and megatron-core
+clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of TRL, verl, ms-swift, SkyRL, verifiers and megatron-core
 	@exec $(PY) -m pytest -m clients tests/clients
 	@cp build/clients/clients.md $(RECORDS)/clients.md
 ifeq ($(LINE),$(DEFAULT))

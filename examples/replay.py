@@ -98,6 +98,46 @@ def pad_routes(completions: Sequence[Completion], length: int) -> torch.Tensor:
     return routes
 
 
+def place_routes(
+    completions: Sequence[Completion], token_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> torch.Tensor:
+    """Routes of a batch that a trainer padded, on the left, on the right or on both sides.
+
+    Tokens without a row are `OWN`: padding and the last token of each completion. A trainer may
+    mask the end of a sequence, for example a completion that was cut off.
+
+    Args:
+        completions: B completions, with the rows of all their tokens but the last one.
+        token_ids: (B, T) integer.
+        attention_mask: (B, T), 0 for padding.
+
+    Returns:
+        (B, T, L, K) int32, on the device of `token_ids`.
+
+    Raises:
+        ReplayError: rows are missing, or they are of other tokens.
+    """
+    shape = completions[0].rows.shape[1:]
+    routes = torch.full((*token_ids.shape, *shape), OWN, dtype=torch.int32)
+    if len(completions) != len(token_ids):
+        raise ReplayError(
+            f"there are {len(completions)} completions for {len(token_ids)} sequences"
+        )
+    for i, (completion, route) in enumerate(zip(completions, routes, strict=True)):
+        tokens, rows = [*completion.prompt, *completion.token_ids], completion.rows
+        if completion.start != 0 or len(rows) != len(tokens) - 1 or rows.shape[1:] != shape:
+            raise ReplayError(
+                f"sequence {i} of {len(tokens)} tokens has rows of shape {rows.shape} from "
+                f"position {completion.start}; wanted {(len(tokens) - 1, *shape)} from position 0"
+            )
+        seen = attention_mask[i].nonzero().squeeze(1)
+        if token_ids[i, seen].tolist() != tokens[: len(seen)]:
+            raise ReplayError(f"the tokens of sequence {i} are not those that its rows are of")
+        known = seen[: len(rows)].cpu()
+        route[known] = torch.from_numpy(rows[: len(known)].astype("int32"))
+    return routes.to(token_ids.device)
+
+
 class _Choice(TorchFunctionMode):
     """Replaces the router's top-k by the given experts, in one pass of one layer."""
 

@@ -31,7 +31,7 @@ from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 
 # Programs of other environments: this one cannot import them to look for tests.
-collect_ignore_glob = ["run.py", "with_*.py", "engine_*.py"]
+collect_ignore_glob = ["run.py", "with_*.py", "engine_*.py", "passes_*.py"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -81,6 +81,7 @@ CLIENTS = {
     "verl, its server": Client(
         (*ENGINES, "several turns, resent", "abort and resume"), VERL, "vLLMHttpServer"
     ),
+    "TRL": Client(list(BEHAVIOURS), ("trl",)),
     "SkyRL": Client((*EACH, "several turns", "n > 1"), ("skyrl",)),
 }
 if LINES[LINE].tests["skyrl_server"]:

@@ -18,7 +18,7 @@ import transformers
 
 from demos.replay import mismatch, report, trainers
 from examples.client import Completion
-from examples.replay import OWN, ReplayError, pad_routes, replay
+from examples.replay import OWN, ReplayError, pad_routes, place_routes, replay
 from harness.families import EXPERTS, FAMILIES, find
 from harness.oracle import route
 from tests.unit.test_client import LAYERS, TOP_K, make_choice, make_rows, read
@@ -287,6 +287,74 @@ def test_rows_of_a_batch_stand_at_their_positions() -> None:
     np.testing.assert_array_equal(routes[1, 2:6], rows[2:])
     assert (routes[:, 6:] == OWN).all()
     assert (routes[1, :2] == OWN).all()
+
+
+def pad_both_sides(length: int, *sequences: tuple[int, Completion]) -> list[torch.Tensor]:
+    """Tokens and mask: each completion behind its number of padding tokens."""
+    tokens, mask = torch.full((len(sequences), length), 3), torch.zeros(len(sequences), length)
+    for i, (left, completion) in enumerate(sequences):
+        ids = [*completion.prompt, *completion.token_ids]
+        tokens[i, left : left + len(ids)] = torch.tensor(ids)
+        mask[i, left : left + len(ids)] = 1
+    return [tokens, mask]
+
+
+@pytest.fixture
+def two() -> list[Completion]:
+    """Two completions with random rows, of 7 and of 5 tokens."""
+    whole = read(make_choice(make_rows(6)))
+    cut = replace(whole, token_ids=whole.token_ids[:-2], rows=whole.rows[:0:-1][:4])
+    return [whole, cut]
+
+
+@pytest.mark.parametrize(("left", "length"), [((0, 0), 9), ((2, 4), 9), ((1, 2), 12), ((0, 2), 7)])
+def test_rows_stand_at_their_tokens_wherever_padding_is(
+    two: list[Completion], left: tuple[int, int], length: int
+) -> None:
+    routes = place_routes(two, *pad_both_sides(length, *zip(left, two, strict=True)))
+    for placed, begin, completion in zip(routes, left, two, strict=True):
+        end = begin + len(completion.rows)
+        np.testing.assert_array_equal(placed[begin:end], completion.rows)
+        # Padding, and the last token, which has no row.
+        assert (placed[:begin] == OWN).all()
+        assert (placed[end:] == OWN).all()
+
+
+def test_completion_that_a_trainer_masks_leaves_the_rows_of_its_prompt(
+    two: list[Completion],
+) -> None:
+    tokens, mask = pad_both_sides(9, (2, two[0]), (4, two[1]))
+    end = 2 + len(two[0].prompt)
+    mask[0, end:] = 0
+    routes = place_routes(two, tokens, mask)
+    np.testing.assert_array_equal(routes[0, 2:end], two[0].prompt_rows)
+    assert (routes[0, end:] == OWN).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda c: {"rows": c.rows[:-1]}, "sequence 0 of 7 tokens has rows of shape .5, "),
+        (lambda c: {"rows": c.rows[1:], "start": 1}, "from position 1; wanted .6, "),
+        (
+            lambda c: {"token_ids": (c.token_ids[0] + 1, *c.token_ids[1:])},
+            "the tokens of sequence 0 are not those",
+        ),
+        (lambda c: {"rows": c.rows[..., :-1]}, "sequence 1 of 5 tokens has rows of shape"),
+    ],
+)
+def test_rows_that_do_not_fit_the_tokens_of_a_batch_are_an_error(
+    two: list[Completion], change: Callable[[Completion], Any], told: str
+) -> None:
+    tokens, mask = pad_both_sides(9, (2, two[0]), (4, two[1]))
+    wrong = replace(two[0], **change(two[0]))
+    with pytest.raises(ReplayError, match=told):
+        place_routes([wrong, two[1]], tokens, mask)
+
+
+def test_batch_with_another_number_of_completions_is_an_error(two: list[Completion]) -> None:
+    with pytest.raises(ReplayError, match="1 completions for 2 sequences"):
+        place_routes(two[:1], *pad_both_sides(9, (2, two[0]), (4, two[1])))
 
 
 # The comparison.
