@@ -2,7 +2,8 @@
 """Trains a small MoE model with TRL, without and with route replay, and compares each step.
 
     make client-venvs CLIENTS=trl
-    python -m demos.train [--out DIR] [--on LINE] [--steps N] [--break WHAT]
+    python -m demos.train [--out DIR] [--on LINE] [--steps N] [--tokens N]
+        [--break WHAT]
 
 One server samples for both ways; each begins with the same weights and seeds. vLLM computes in
 float32, the trainer in bfloat16. Before each rollout the server gets the trainer's weights, and all
@@ -35,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build" / "clients" / "trl" / "bin" / "python"
 # The repository has a folder vllm/, which TRL would take for the package.
 PACKAGES = ("demos", "examples", "harness")
+# Of each sample, by whether Triton's interpreter computes: then a token takes many times longer.
+TOKENS = {False: 48, True: 24}
 SERVER = [
     "--enable-return-routed-experts",
     "--routed-experts-opt-in",
@@ -77,6 +80,7 @@ def _show(args: argparse.Namespace, console: Console) -> None:
             console.print(report.line(steps[-1]))
         return f"step {len(steps) % args.steps + 1} of {args.steps}"
 
+    interpreted = "TRITON_INTERPRET" in LINES[args.on].environment
     serving = program.serving(
         console,
         out / "checkpoint",
@@ -86,7 +90,8 @@ def _show(args: argparse.Namespace, console: Console) -> None:
         args.on,
     )
     with serving as server:
-        arguments = [str(out.resolve()), server.url, str(args.steps), args.fault]
+        counts = (args.steps, args.tokens or TOKENS[interpreted])
+        arguments = [str(out.resolve()), server.url, *map(str, counts), args.fault]
         run_trainer(out, "with_trl", arguments, console, "training", read_steps)
     read_steps()
     console.print()
@@ -150,6 +155,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps (%(default)s)")
+    parser.add_argument("--tokens", type=int, help="tokens of each sample (48; v0.33.0: 24)")
     told = "; ".join(f"{name}: {what}" for name, what in FAULTS.items())
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, default="", help=f"must fail: {told}"

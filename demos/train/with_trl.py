@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's trainer, in an environment of its own:
 
-    build/clients/trl/bin/python -m demos.train.with_trl FOLDER URL STEPS FAULT
+    build/clients/trl/bin/python -m demos.train.with_trl FOLDER URL STEPS TOKENS FAULT
 
 It trains `FOLDER/checkpoint` without and with replay, each time from the beginning, and appends
-what it measures at each step to `FOLDER/steps.jsonl`. FAULT is a key of `FAULTS`, or empty.
+what it measures at each step to `FOLDER/steps.jsonl`. A sample has TOKENS tokens. FAULT is a key of
+`FAULTS`, or empty.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from harness.oracle import Comparison, Oracle, compare
 
 # Lengths of the prompts, cut from the passages.
 PROMPTS = {"harbour": 160, "sorting": 128, "code": 96, "ledger": 80, "kitchen": 64, "scripts": 48}
-SAMPLES, TOKENS, MICRO_BATCHES = 8, 48, 3
+SAMPLES, MICRO_BATCHES = 8, 3
 
 
 class Sending(ByReload):
@@ -124,7 +125,7 @@ def share_of_even_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(np.mean([token % 2 == 0 for token in ids])) for ids in completion_ids]
 
 
-def train(folder: Path, url: str, steps: int, fault: str) -> None:
+def train(folder: Path, url: str, steps: int, tokens: int, fault: str) -> None:
     """Train both ways with the same seeds."""
     torch.set_num_threads(1)  # the model is small, and the server computes beside it
     transformers.utils.logging.disable_progress_bar()
@@ -142,7 +143,7 @@ def train(folder: Path, url: str, steps: int, fault: str) -> None:
             per_device_train_batch_size=len(PROMPTS) * SAMPLES // MICRO_BATCHES,
             gradient_accumulation_steps=MICRO_BATCHES,
             num_generations=SAMPLES,
-            max_completion_length=TOKENS,
+            max_completion_length=tokens,
             max_steps=steps,
             learning_rate=1e-3,
             lr_scheduler_type="constant",
@@ -171,4 +172,4 @@ def train(folder: Path, url: str, steps: int, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
