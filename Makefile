@@ -225,6 +225,7 @@ apply: source ## Apply the series: build/<line>/vllm, one commit per patch
 .PHONY: export
 export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<line>/
 	$(TOOLS) series export
+	@$(TOOLS) series status --table >$(MADE)/patches.md && mv $(MADE)/patches.md patches/$(LINE)/README.md
 	@mkdir -p docs/$(LINE) && cp $(MADE)/vllm/$(call fact,release,page) docs/$(LINE)/routed_experts.md
 
 .PHONY: status
@@ -326,7 +327,7 @@ image-test image-test-cuda:
 	@for program in buildah debootstrap; do command -v $$program >/dev/null || \
 		{ echo "error: there is no $$program; as root: apt-get install buildah debootstrap" >&2; exit 1; }; done
 	@exec $(PY) -m pytest -m image -k $(if $(filter %-cuda,$@),cuda,cpu) tests/deploy/test_built_image.py
-	@cp build/image/$(subst -test,,$@).md $(RECORDS)/
+	@cp build/image/$@.md $(RECORDS)/
 
 ##@ Keep house
 

@@ -20,7 +20,7 @@ esac
 options=(
     # Ray and NCCL open ports of their own, and InfiniBand needs locked memory and its devices.
     --network host --ulimit memlock=-1 --shm-size 16g --gpus all --init
-    --cap-drop ALL --security-opt no-new-privileges
+    --read-only --tmpfs /tmp:exec --cap-drop ALL --security-opt no-new-privileges
     --volume vllm-cache:/home/vllm/.cache
     --env ROLE="$role" --env NODE="${NODE:?the address of this node}" --env HEAD="${HEAD:-$NODE}"
     --env RAY_ADDRESS="${HEAD:-$NODE}:${RAY_PORT:-6379}" --env RAY_PORT="${RAY_PORT:-6379}"

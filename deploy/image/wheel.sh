@@ -5,7 +5,7 @@
 #
 #   wheel.sh LINE cuda|cpu OUT
 #
-# PIN, SERIES_FINGERPRINT and WHEEL_VERSION are what the image's labels say; they must be true.
+# PIN, SERIES_FINGERPRINT, WHEEL_VERSION and PURPOSE are what the image's labels say; they must be true.
 set -euo pipefail
 
 line=${1:?the line of patches/}
@@ -35,7 +35,7 @@ tools() { "$python" -m tools --root "$root" --on "$line" "$@"; }
 
 identity=$(tools wheel identity --variant "$variant")
 said=$(printf '%s=%s\n' PIN "${PIN:-}" SERIES_FINGERPRINT "${SERIES_FINGERPRINT:-}" \
-    WHEEL_VERSION "${WHEEL_VERSION:-}")
+    WHEEL_VERSION "${WHEEL_VERSION:-}" PURPOSE "${PURPOSE:-}")
 if [ "$said" != "$identity" ]; then
     echo "error: the labels would not be true of what is built" >&2
     printf '  expected:\n%s\n  found:\n%s\n' "$identity" "$said" >&2

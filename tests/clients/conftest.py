@@ -50,6 +50,7 @@ class Client:
         asked: the behaviours that the client has.
         packages: whose versions the table states. The first one names an environment in
             build/clients, its lock, and the module `with_<environment>.py` that runs there.
+        part: of the client, whose program is `with_<part>.py`.
         engine: the class in which the client holds vLLM. `engine_<environment>.py` runs it in this
             environment, and the other module takes its answers instead of the server's.
     """
@@ -57,6 +58,7 @@ class Client:
     asked: Sequence[str]
     packages: tuple[str, ...]
     engine: str = ""
+    part: str = ""
 
     @property
     def environment(self) -> Path:
@@ -80,6 +82,9 @@ CLIENTS = {
     "verl": Client((*WHOLE, *ABORTS), VERL),
     "verl, its server": Client(
         (*ENGINES, "several turns, resent", "abort and resume"), VERL, "vLLMHttpServer"
+    ),
+    "verl, VeOmni": Client(
+        tuple(b for b in WHOLE if b != "smaller top-k"), ("verl",), part="VeOmni"
     ),
     "TRL": Client(list(BEHAVIOURS), ("trl",)),
     "SkyRL": Client((*EACH, "several turns", "n > 1"), ("skyrl",)),
@@ -182,7 +187,8 @@ def replayed(
                     module, ""
                 ),
             )
-        run(client.environment / "bin/python", f"with_{module}", records, folder / "out")
+        program = f"with_{(client.part or module).lower()}"
+        run(client.environment / "bin/python", program, records, folder / "out")
         return folder / "out"
 
     return replay
@@ -263,4 +269,5 @@ def label(name: str) -> str:
         return f"the same, rows of its own {client.engine}"
     lock = (ROOT / "requirements" / f"clients-{client.packages[0]}.in").read_text()
     versions = dict(re.findall(r"^(\S+)==(\S+)$", lock, re.MULTILINE))
-    return ", ".join(f"{package} {versions[package]}" for package in client.packages)
+    named = [f"{package} {versions[package]}" for package in client.packages]
+    return ", ".join([*named, *([f"its {client.part} replay"] if client.part else [])])

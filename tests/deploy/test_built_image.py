@@ -4,12 +4,13 @@ outside: the cpu image while it serves, the cuda image up to where it wants a GP
 registry.
 
 The bases are stand-ins for published ones, with this machine's certificates: Debian 12, and Ubuntu
-24.04 with a program that says CUDA's version as its compiler. Isolation is chroot: files, user and
-environment are the container's, processes and network the machine's.
+24.04 with a program that says CUDA's version as its compiler. `contain.sh` runs the image: root is
+read-only, and files, user, environment and processes are the container's.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ import pytest
 
 from harness import oracle
 from harness.checkpoint import make_checkpoint
+from harness.lines import LINES
 from harness.server import Server
 from tests.real import PROJECT
 
@@ -46,9 +48,11 @@ graphroot = "{MADE}/storage"
 runroot = "{MADE}/run"
 """
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+CONTAIN = PROJECT.root / "tests/deploy/contain.sh"
 USER = 10001
 MODEL = "/models/small"
 CHUNK = 64
+LONG = 300
 NVCC = "Cuda compilation tools, release 13.0, V13.0.88"
 # Of the release's own package: debootstrap trusts what it signs. Debian 12 has no package of it.
 KEYRING = "80a36b0a6de2f69f49d2df75ef473ccde121e9e190b9ea01d20a4f63778d5c31"
@@ -144,23 +148,40 @@ class Image:
         base: what it stands on.
         revision: the commit that it was built from.
         config: what a container engine reads, as Docker writes it.
-        container: a container of it, not running.
+        root: its files.
     """
 
     variant: str
     base: str
     revision: str
     config: dict[str, Any]
-    container: str
+    root: str
 
     def command(self, *words: str, **environment: object) -> list[str]:
-        """The command that runs words in the container, as the image's user."""
-        variables = [f"--env={name}={value}" for name, value in environment.items()]
-        volume = f"--volume={MADE / 'checkpoint'}:{MODEL}:ro"
-        return [
-            *("buildah", "run", "--isolation", "chroot", volume, *variables),
-            *(self.container, "--", *words),
-        ]
+        """The command that runs words in a container of its own, as the image's user.
+
+        A line that needs the machine's stand-ins on a CPU has them: the image for tests has none.
+        """
+        line = LINES[PROJECT.line]
+        cache = MADE / "cache"
+        cache.mkdir(exist_ok=True)
+        os.chown(cache, USER, USER)
+        volumes = [f"{cache}:/home/vllm/.cache", f"{MADE / 'checkpoint'}:{MODEL}:ro"]
+        volumes += [f"{folder}:/stand_ins/{folder.name}:ro" for folder in line.packages]
+        variables = dict(variable.split("=", 1) for variable in self.config["Env"])
+        if self.variant == "cpu":
+            variables |= line.environment
+            variables |= {"PYTHONPATH": ":".join(f"/stand_ins/{f.name}" for f in line.packages)}
+        variables |= {name: str(value) for name, value in environment.items()}
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        return [str(CONTAIN), self.root, *volumes, "--", *settings, *words]
+
+    def command_beside(self, process: int, *words: str, **environment: object) -> list[str]:
+        """The command that runs words in the container of a process, as `docker exec` does."""
+        enter = ["nsenter", f"--target={process}", "--mount", "--pid", "--root"]
+        user = [f"--setuid={USER}", f"--setgid={USER}"]
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        return [*enter, *user, "env", "-i", *self.config["Env"], *variables, *words]
 
 
 @pytest.fixture(scope="module")
@@ -178,44 +199,47 @@ def image(request: pytest.FixtureRequest) -> Iterator[Image]:
     took = time.monotonic() - began
     (MADE / f"build-{variant}.log").write_text(log)
     config = json.loads(do("buildah", "inspect", "--type", "image", name))["Docker"]["config"]
-    yield Image(variant, base, revision, config, do("buildah", "from", name))
+    root = do("buildah", "mount", do("buildah", "from", name))
+    yield Image(variant, base, revision, config, root)
     size = do("buildah", "images", "--format", "{{.Size}}", name)
     suffix = "" if variant == "cpu" else "-cuda"
     record = [
         f"# The {variant} image, built and looked at from outside\n",
-        f"`make image-test{suffix} ON={PROJECT.line}` on {os.cpu_count()} cores without Docker: "
-        "all tests passed.\n",
-        f"- buildah: {do('buildah', '--version')}, `--isolation chroot`, {took:.0f} s",
+        f"`make image-test{suffix} ON={PROJECT.line}` on {os.cpu_count()} cores without Docker, "
+        f"{datetime.date.today()}: all tests passed.\n",
+        f"- built in {took / 60:.0f} minutes, packages downloaded: {do('buildah', '--version')}",
         f"- base: a stand-in that `debootstrap` made, {BASES[variant][1]}",
         f"- size: {size}",
         *(f"- {text}" for text in re.findall("^(?:compiler|source|verified): .*", log, re.M)),
         *(f"- `{name}`: `{value}`" for name, value in sorted(config["Labels"].items())),
     ]
     if not request.session.testsfailed:
-        (MADE / f"image{suffix}.md").write_text("\n".join(record) + "\n")
+        (MADE / f"image-test{suffix}.md").write_text("\n".join(record) + "\n")
 
 
-@pytest.fixture(scope="module")
-def server(image: Image) -> Iterator[Server]:
+def serving(image: Image, **options: Any) -> Server:
     """The image's entry point on a small checkpoint, torch.compile and its compiler included."""
-    program = image.command(*image.config["Entrypoint"], HF_HUB_OFFLINE=1)
     arguments = [
         "--no-enforce-eager",
         "--enable-return-routed-experts",
         "--routed-experts-opt-in",
         f"--max-num-batched-tokens={CHUNK}",
-        "--shutdown-timeout=60",
+        "--shutdown-timeout=120",
     ]
-    with Server(MODEL, MADE / "server.log", arguments, program=program) as made:
+    program = image.command(*image.config["Entrypoint"], HF_HUB_OFFLINE=1)
+    return Server(MODEL, MADE / "server.log", arguments, program=program, **options)
+
+
+@pytest.fixture(scope="module")
+def server(image: Image) -> Iterator[Server]:
+    with serving(image) as made:
         yield made
 
 
 def inside(server: Server) -> list[psutil.Process]:
     """The processes in the container, the entry point first."""
-    tree = psutil.Process(server.pid).children(recursive=True)
-    # buildah's own, outside and inside, run the entry point.
-    own = [p for p in tree if not p.cmdline()[:1] or not p.cmdline()[0].startswith("buildah")]
-    return sorted(own, key=lambda process: process.create_time())
+    (outside,) = psutil.Process(server.pid).children()  # unshare
+    return sorted(outside.children(recursive=True), key=lambda process: process.create_time())
 
 
 @BOTH
@@ -228,8 +252,17 @@ def test_labels_name_what_was_built(image: Image) -> None:
     assert labels["vllm-routed-experts.series-fingerprint"] == identity["SERIES_FINGERPRINT"]
     assert labels["org.opencontainers.image.version"] == identity["WHEEL_VERSION"]
     assert labels["org.opencontainers.image.base.name"] == image.base
+    assert labels["vllm-routed-experts.line"] == PROJECT.line
     assert labels["vllm-routed-experts.variant"] == image.variant
     assert labels["org.opencontainers.image.revision"].removesuffix("-dirty") == image.revision
+
+
+@BOTH
+def test_an_image_for_tests_alone_is_named_so(image: Image) -> None:
+    tests_only = PROJECT.pin.wheels[image.variant].tests_only
+    purpose = "tests-never-published" if tests_only else "serving"
+    assert image.config["Labels"]["vllm-routed-experts.purpose"] == purpose
+    assert ("tests" in image.config["Labels"]["org.opencontainers.image.version"]) == tests_only
 
 
 @BOTH
@@ -242,6 +275,22 @@ def test_bill_of_materials_is_of_the_installed_wheel(image: Image) -> None:
 
 
 @BOTH
+def test_packages_are_those_of_the_lock(image: Image) -> None:
+    """The layers hold every package of the lock at its version, the wheel, and no other package."""
+    lock = PROJECT.root / "requirements" / PROJECT.line / f"{image.variant}.txt"
+    locked = dict(re.findall(r"^([a-z0-9][^ =\[]*)(?:\[.*?\])?==([^ ]+)", lock.read_text(), re.M))
+    wheel = image.config["Labels"]["org.opencontainers.image.version"]
+    program = (
+        "import importlib.metadata as m, json, re\n"
+        "names = {re.sub('[-_.]+', '-', d.name).lower(): d.version for d in m.distributions()}\n"
+        "print(json.dumps(names))"
+    )
+    installed = json.loads(do(*image.command("/opt/vllm/bin/python", "-I", "-c", program)))
+    installed.pop("pip", None)  # `python -m venv` brings it; it installed uv
+    assert installed == {**locked, "vllm": wheel}
+
+
+@BOTH
 def test_nothing_of_the_build_is_left(image: Image) -> None:
     """Neither the sources nor git, nor lists of packages."""
     listing = do(*image.command("sh", "-c", "ls -A / /var/lib/apt/lists /opt; command -v git || :"))
@@ -250,10 +299,21 @@ def test_nothing_of_the_build_is_left(image: Image) -> None:
 
 
 @CPU
-def test_every_process_is_the_images_user(image: Image, server: Server) -> None:
+def test_every_process_is_the_images_user(server: Server) -> None:
     processes = inside(server)
     assert "serve" in processes[0].cmdline()
     assert {p.uids().real for p in processes} == {p.gids().real for p in processes} == {USER}
+
+
+@CPU
+def test_the_root_is_read_only(image: Image, server: Server) -> None:
+    """The server has started all the same: what it writes goes to /tmp and to the cache."""
+    process = inside(server)[0].pid
+    for place in ("/", "/opt/vllm", "/home/vllm", "/usr/share"):
+        with pytest.raises(AssertionError, match="Read-only file system"):
+            do(*image.command_beside(process, "touch", f"{place}/x"))
+    for place in ("/tmp", "/home/vllm/.cache"):
+        do(*image.command_beside(process, "touch", f"{place}/x"))
 
 
 @CPU
@@ -277,30 +337,60 @@ def test_silent_request_has_no_rows(server: Server) -> None:
 def test_health_check_asks_the_server(image: Image, server: Server) -> None:
     kind, *words = image.config["Healthcheck"]["Test"]
     assert kind == "CMD"
-    do(*image.command(*words, PORT=server.port))
+    process = inside(server)[0].pid
     with pytest.raises(AssertionError, match="Connection refused"):
-        do(*image.command(*words, PORT=1))
+        do(*image.command_beside(process, *words, PORT=1))
+    # It has never answered there: it could be loading.
+    do(*image.command_beside(process, *words, "alive", PORT=1))
+    do(*image.command_beside(process, *words, PORT=server.port))
+    with pytest.raises(AssertionError, match="Connection refused"):
+        do(*image.command_beside(process, *words, "alive", PORT=1))
 
 
 @CPU
-def test_sigterm_lets_the_answer_under_way_end(image: Image, server: Server) -> None:
-    """The entry point alone gets the signal, as from `docker stop`. Last: it ends the server."""
+def test_sigterm_lets_the_answer_under_way_end(server: Server) -> None:
+    """Process 1 alone gets the signal, as from `docker stop`. It ends the server."""
     processes = inside(server)
     body = {
         "token_ids": [5, 6, 7],
-        "sampling_params": {"max_tokens": 900, "ignore_eos": True, "temperature": 0.0},
+        "sampling_params": {"max_tokens": LONG, "ignore_eos": True, "temperature": 0.0},
         "stream": True,
     }
     url = server.url + "/inference/v1/generate"
-    with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as reply:
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=120) as reply:
         events = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
         tokens = [next(events)]
         processes[0].send_signal(signal.SIGTERM)
         tokens += events
     assert tokens.pop() == "[DONE]"
-    assert sum(len(json.loads(e)["choices"][0]["token_ids"]) for e in tokens) == 900
+    assert sum(len(json.loads(e)["choices"][0]["token_ids"]) for e in tokens) == LONG
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
+
+
+@CPU
+def test_a_server_that_loads_is_let_alone_and_one_that_is_dead_ends(image: Image) -> None:
+    words = image.config["Healthcheck"]["Test"][1:]
+    seen: list[tuple[int, int]] = []
+
+    def ask(*more: str) -> int:
+        command = image.command_beside(inside(started)[0].pid, *words, *more, PORT=started.port)
+        return subprocess.run(command, capture_output=True, timeout=60).returncode
+
+    def while_it_loads(seconds: float, line: str) -> None:
+        if line and not seen:
+            seen.append((ask(), ask("alive")))
+
+    started = serving(image, progress=while_it_loads)
+    with started:
+        assert seen == [(1, 0)]
+        assert (ask(), ask("alive")) == (0, 0)
+        first, *others = inside(started)
+        (engine,) = [process for process in others if "EngineCore" in process.cmdline()[0]]
+        engine.kill()
+        # What supervises the container starts another.
+        psutil.wait_procs([first], timeout=60)
+        assert not first.is_running()
 
 
 @CUDA

@@ -188,6 +188,7 @@ def test_the_identity_is_pin_series_and_version(project: Toy) -> None:
         "PIN": f"v{VERSION}@{'c' * 40}",
         "SERIES_FINGERPRINT": series,
         "WHEEL_VERSION": f"{VERSION}+re.3",
+        "PURPOSE": "serving",
     }
 
 
@@ -248,7 +249,7 @@ def test_a_machine_without_a_base_wheel_is_refused(stage: Stage, project: Toy) -
     assert "no base wheel of the variant cuda" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["PIN", "SERIES_FINGERPRINT", "WHEEL_VERSION"])
+@pytest.mark.parametrize("name", ["PIN", "SERIES_FINGERPRINT", "WHEEL_VERSION", "PURPOSE"])
 @pytest.mark.parametrize("value", [None, "untrue"])
 def test_labels_that_would_not_be_true_are_refused(
     stage: Stage, project: Toy, name: str, value: str | None
@@ -294,6 +295,43 @@ def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, status: i
         assert check[2:4] == ["pip", "check"]
 
 
+MISSING = "The package `vllm` requires `torchcodec>=1 ; x`, but it's not installed\n"
+OLDER = "The package `vllm` requires `certifi>=2`, but `1` is installed\n"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "overrides", "told", "status"),
+    [
+        (None, None, MISSING, 1),
+        (None, None, OLDER, 1),
+        ("torchcodec", None, MISSING, 0),
+        ("torchcodec", "certifi", OLDER + MISSING, 0),
+        ("certifi", "torchcodec", MISSING, 1),
+        ("torchcodec", None, MISSING + MISSING.replace("torchcodec", "torch"), 1),
+        ("torch", None, MISSING, 1),
+    ],
+)
+def test_what_the_lock_leaves_out_or_overrides_is_accepted(
+    stage: Stage, left_out: str | None, overrides: str | None, told: str, status: int
+) -> None:
+    locks = stage.place / "locks"
+    locks.mkdir()
+    for name, package in (("left-out.in", left_out), ("overrides.in", overrides)):
+        if package:
+            (locks / name).write_text(f"# Why.\n{package}\n")
+    stage.program("pip")
+    maker = stage.place / "maker"
+    maker.write_text(_VENV.format(bin=stage.place / "bin"))
+    maker.chmod(0o755)
+    uv = stage.place / "bin/uv"
+    uv.write_text(f"#!/bin/sh\n[ \"$2 $3\" != 'pip check' ] || {{ cat <<'E'\n{told}E\nexit 1; }}\n")
+    uv.chmod(0o755)
+    words = ("cpu", str(stage.place), str(locks), str(stage.place / "venv"))
+    done = stage.run("image/install.sh", *words, PYTHON=str(maker))
+    assert done.returncode == status
+    assert (told in done.stderr) == bool(status)
+
+
 # --- health.sh, dp-node.sh, ray-node.sh -----------------------------------------------------------
 # Nodes that serve: tests/behaviour/test_layouts.py and test_ray.py.
 
@@ -303,7 +341,7 @@ def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, status: i
 )
 def test_a_node_is_as_healthy_as_the_server(stage: Stage, place: dict[str, str]) -> None:
     with Stub().running() as server:
-        place = {**place, "PORT": server.url.rpartition(":")[2]}
+        place = {**place, "TMPDIR": str(stage.place), "PORT": server.url.rpartition(":")[2]}
         assert stage.run("image/health.sh", **place).returncode == 0
         server.health = 503
         assert stage.run("image/health.sh", **place).returncode != 0
@@ -311,10 +349,31 @@ def test_a_node_is_as_healthy_as_the_server(stage: Stage, place: dict[str, str])
     assert stage.run("image/health.sh", **place).returncode != 0
 
 
+def test_a_server_is_dead_only_if_it_has_answered_before(stage: Stage) -> None:
+    def alive(port: str) -> bool:
+        return stage.run("image/health.sh", "alive", **place, PORT=port).returncode == 0
+
+    place = {"TMPDIR": str(stage.place)}
+    with Stub().running() as server:
+        port = server.url.rpartition(":")[2]
+        server.health = 503
+        assert alive(port)
+        server.health = 200
+        assert alive(port)
+        server.health = 503
+        assert not alive(port)
+    assert not alive(port)
+    # A restart may keep what is in /tmp.
+    for mark in stage.place.glob("answered-*"):
+        mark.rename(mark.with_name("answered-1"))
+    assert alive(port)
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_worker_is_as_healthy_as_its_head(stage: Stage, status: int) -> None:
     stage.program("ray", status=status)
-    done = stage.run("image/health.sh", ROLE="worker", RAY_ADDRESS="10.0.0.1:6379")
+    place = {"ROLE": "worker", "RAY_ADDRESS": "10.0.0.1:6379", "TMPDIR": str(stage.place)}
+    done = stage.run("image/health.sh", **place)
     assert done.returncode == status
     assert stage.calls() == [
         ["ray", "health-check", "--address", "10.0.0.1:6379", "--skip-version-check"]

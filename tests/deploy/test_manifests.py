@@ -77,12 +77,31 @@ def test_each_pod_has_what_its_server_needs(stage: Stage) -> None:
         assert spec["securityContext"]["runAsUser"] == int(user)
         mounts = {mount["name"] for mount in found["volumeMounts"]}
         assert {volume["name"] for volume in spec["volumes"]} <= mounts
-        probes = [found[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
-        programs = [p for probe in probes for p in probe.get("exec", {}).get("command", ())]
-        for script in [*programs, *found.get("command", ())]:
+        probes = [found[probe]["exec"]["command"] for probe in ("readinessProbe", "livenessProbe")]
+        for script in [*(command[0] for command in probes), *found.get("command", ())]:
             assert (DEPLOY / script.removeprefix("/opt/deploy/")).exists()
-        ports = {port["name"] for port in found["ports"]}
-        assert {p["httpGet"]["port"] for p in probes if "httpGet" in p} <= ports
+
+
+def test_a_server_that_loads_is_not_restarted(stage: Stage) -> None:
+    """Nothing limits how long it loads; `health.sh alive` fails only if it has answered before."""
+    for pod in pods(stage):
+        found = container(pod)
+        assert "startupProbe" not in found
+        assert found["livenessProbe"]["exec"]["command"][1:] == ["alive"]
+        assert found["readinessProbe"]["exec"]["command"][1:] == []
+
+
+def test_a_server_can_write_what_it_must_to_a_read_only_container(stage: Stage) -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["vllm"]
+    assert compose["read_only"]
+    # Docker's own default would not let it run what it compiles.
+    assert compose["tmpfs"] == ["/tmp:exec"]
+    assert compose["volumes"] == ["cache:/home/vllm/.cache"]
+    for pod in pods(stage):
+        found = container(pod)
+        assert found["securityContext"]["readOnlyRootFilesystem"]
+        places = {mount["mountPath"] for mount in found["volumeMounts"]}
+        assert places == {"/tmp", "/dev/shm", "/home/vllm/.cache"}
 
 
 def test_a_pod_ends_after_its_answers(stage: Stage) -> None:

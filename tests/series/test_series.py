@@ -12,6 +12,7 @@ from tools.series.apply import apply_series
 from tools.series.check import check_series
 from tools.series.export import export_series
 from tools.series.series import Series
+from tools.series.status import table
 from tools.series.tree import BASE_REF
 
 
@@ -35,6 +36,10 @@ def tree(project: Project, series: Series, tmp_path_factory: pytest.TempPathFact
 
 def test_the_series_keeps_its_rules(project: Project, series: Series) -> None:
     assert check_series(project) == series
+
+
+def test_the_table_of_patches_is_of_these_patches(project: Project, series: Series) -> None:
+    assert (project.patches / "README.md").read_text() == table(project)
 
 
 def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:

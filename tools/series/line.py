@@ -53,7 +53,8 @@ def inputs(project: Project) -> Path:
 
 def copy(other: Project, project: Project) -> None:
     """The other line's patches and locks. The inputs of the locks name the new line's tree."""
-    shutil.copytree(other.patches, project.patches, symlinks=True)
+    table = shutil.ignore_patterns("README.md")  # of the other line; the export writes the new one
+    shutil.copytree(other.patches, project.patches, symlinks=True, ignore=table)
     if not inputs(other).is_dir():
         return
     shutil.copytree(inputs(other), inputs(project))

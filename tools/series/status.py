@@ -25,12 +25,16 @@ APPLIED, CHANGED, ABSENT = "applied", "differs", "not applied"
 
 def declare(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--offline", "do not ask the package index for releases")
+    add_flag(parser, "--table", "only a table of the patches, in Markdown")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Show the state of the series on one screen: pin, newest release, every patch with its
     upstream status, what is applied, what drifted. Names records of another series. Works without
     a network: then the newest release is unknown."""
+    if arguments.table:
+        print(table(project), end="")
+        return
     for what, said in report(project, arguments.offline):
         print(f"{what:<9} {said}")
 
@@ -72,6 +76,21 @@ def report(project: Project, offline: bool) -> Iterator[tuple[str, str]]:
         except ToolError as error:
             size, state = "?", error.what
         yield f"{patch.name:<{width}}", f"{size}  {state}  {patch.status}"
+
+
+def table(project: Project) -> str:
+    """What each patch does, needs and changes, and where it stands upstream. Deterministic."""
+    top = [f"# The {project.line} patches", ""]
+    top += ["In their order. `make export` writes this table.", ""]
+    top += ["| Patch | What | Needs | Lines | Upstream |", "| --- | --- | --- | --- | --- |"]
+    for patch in read_series(project.series_file):
+        name, what = patch.name.removesuffix(".patch"), re.sub(r"^(\[.*?\])+ *", "", patch.subject)
+        needs = ", ".join(needed.removesuffix(".patch") for needed in patch.needs)
+        size = f"+{patch.diff.added} -{patch.diff.removed}"
+        threads = [t for t in re.findall(r"\bvllm#\d+", patch.body) if t not in patch.status]
+        upstream = ", ".join([patch.status, *dict.fromkeys(threads)])
+        top.append(f"| [{name}]({patch.name}) | {what} | {needs} | {size} | {upstream} |")
+    return "\n".join(top) + "\n"
 
 
 def newest_release(project: Project) -> str:

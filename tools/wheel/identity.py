@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Version and ingredients of a wheel of the series."""
+"""Version, ingredients and purpose of a wheel of the series."""
 
 import argparse
 
@@ -13,10 +13,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Print the pin, the fingerprint of the series and the version of its wheel, as NAME=value
-    lines. The labels of the image say the same."""
+    """Print the pin, the fingerprint of the series, the version of its wheel, and what the wheel is
+    for, as NAME=value lines. The labels of the image say the same."""
     pin, series = project.pin, read_series(project.series_file)
     base = choose_base(pin, arguments.variant)
     print(f"PIN={pin.git_tag}@{pin.commit}")
     print(f"SERIES_FINGERPRINT={fingerprint(series, pin)}")
     print(f"WHEEL_VERSION={wheel_version(pin, base, project.release if series else 0)}")
+    print(f"PURPOSE={'tests-never-published' if base.tests_only else 'serving'}")
