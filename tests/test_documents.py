@@ -211,7 +211,7 @@ def test_sending_a_patch_makes_a_branch_and_pushes_nothing(scratch: Scratch) -> 
 
 
 def test_the_first_commands_of_the_readme_build_a_wheel_and_prove_it(scratch: Scratch) -> None:
-    serve, prove = README["vllm-routed-experts"]
+    serve, prove = README["First rows"]
     (command,) = re.findall("^make .*$", serve, re.MULTILINE)
     scratch.type(command.replace("PYTHON=python3.12", ""))
     assert list((scratch.root / "build" / LINE / "wheels-cuda").glob("vllm-*+re.*-*x86_64.whl"))
@@ -229,7 +229,7 @@ def test_a_new_user_gets_rows(
         text = text.replace("Qwen/Qwen3-30B-A3B", str(checkpoint)).replace(":8000/", f":{port}/")
         return text.replace("wheels-cuda", "wheels").replace(".venv-server/bin/", "")
 
-    *_, install, serve = small(README["vllm-routed-experts"][0]).splitlines()
+    *_, install, serve = small(README["First rows"][0]).splitlines()
     _, _, install = install.partition(" && ")
     (client,) = re.findall(r"```python\n(.*?)```", README_TEXT, re.DOTALL)
     serve += f" --kv-cache-memory-bytes 1G --port {port}"

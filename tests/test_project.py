@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documents, the Makefile and the lock promise about this repository holds."""
 
+import ast
 import os
 import re
 import subprocess
@@ -97,6 +98,41 @@ def test_documentation_is_that_of_the_series() -> None:
     if not page.exists():
         pytest.skip("the patched tree is not there: make apply")
     assert read(f"docs/{PROJECT.line}/routed_experts.md") == page.read_text(encoding="utf-8")
+
+
+PROGRAMS = ("benchmarks", "checks", "demos", "examples", "gpu", "harness", "tools")
+
+
+def room(name: str) -> str:
+    """The package that the diagram draws for a module: of `tools`, the one below."""
+    top, _, rest = name.partition(".")
+    return rest.partition(".")[0] if top == "tools" and rest else top
+
+
+def imports(name: str) -> set[tuple[str, str]]:
+    """Who imports whom in a committed file."""
+    module = name.removesuffix(".py").replace("/", ".")
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(read(name))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    ours = {other for other in found if other.partition(".")[0] in (*PROGRAMS, "tests")}
+    pairs = set()
+    for other in ours:
+        is_within = module.startswith("tools.") and other.startswith("tools.")
+        target = room(other) if is_within else other.partition(".")[0]
+        pairs.add((room(module), target))
+    return {(source, target) for source, target in pairs if source != target}
+
+
+def test_the_diagram_shows_who_imports_whom() -> None:
+    names = [name for name in committed() if name.endswith(".py") and "/" in name]
+    files = [name for name in names if name.startswith(tuple(f"{p}/" for p in PROGRAMS))]
+    found = {pair for name in files for pair in imports(name)}
+    drawn = set(re.findall(r"^ +(\w+) --> (\w+)$", read("docs/repository.md"), re.MULTILINE))
+    assert drawn == {(a, b) for a, b in found if b != "common" and a != "tools"}
 
 
 # --- requirements/ --------------------------------------------------------------------------------

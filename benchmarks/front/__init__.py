@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long rows keep the event loop of the API server busy."""
+"""How long rows keep the event loop of the API server busy. Only child processes import vLLM."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 
-def run_process(name: str, *arguments: Any) -> None:
-    """Run the process of that name of `server.py`. Only child processes import vLLM."""
-    getattr(importlib.import_module("benchmarks.front.server"), name)(*arguments)
+def run_engine(*arguments: Any) -> None:
+    from benchmarks.front.server import engine
+
+    engine(*arguments)
+
+
+def run_server(*arguments: Any) -> None:
+    from benchmarks.front.server import server
+
+    server(*arguments)

@@ -44,7 +44,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common import Failure, command, table
-from benchmarks.front import run_process
+from benchmarks.front import run_engine, run_server
 from benchmarks.front.loads import TOP_K, Load, loads_of
 from examples.client import decode_rows
 from harness.checkpoint import make_checkpoint
@@ -115,11 +115,11 @@ class Bench:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             self.port = listening.getsockname()[1]
-            of_engine = ("engine", addresses, (rows, arguments.layers, TOP_K), engine_end)
-            of_server = ("server", addresses, listening, model, MAX_LEN, server_end)
+            of_engine = (addresses, (rows, arguments.layers, TOP_K), engine_end)
+            of_server = (addresses, listening, model, MAX_LEN, server_end)
             self.processes = [
-                spawn.Process(target=run_process, args=args, daemon=True)
-                for args in (of_engine, of_server)
+                spawn.Process(target=run_engine, args=of_engine, daemon=True),
+                spawn.Process(target=run_server, args=of_server, daemon=True),
             ]
             for process in self.processes:
                 process.start()

@@ -225,6 +225,50 @@ def ends_of(records: Sequence[Record]) -> tuple[list[list[str]], list[list[str]]
     return list(kernels.values()), list(memory.values())
 
 
+def costs(found: Sequence[Comparison]) -> str:
+    """What each engine and mode costs, as a table."""
+    return table(
+        "Load | Compared | With | Time | Step | Step, µs | Rounds | May cost | Verdict",
+        [
+            [
+                c.load,
+                c.label,
+                c.reference,
+                str(c.seconds),
+                str(c.step or ""),
+                f"{c.step_us[0]:,.1f} → {c.step_us[1]:,.1f}" if c.step_us else "",
+                c.seconds.pairs,
+                "" if c.target is None or c.seconds.percent is None else f"{c.target:.1f} %",
+                c.verdict,
+            ]
+            for c in found
+        ],
+    )
+
+
+def checks(records: Sequence[Record]) -> list[str]:
+    """What was seen beside the times."""
+    turns = [record for record in records if record["kind"] == "turn"]
+    equal = []
+    for load, rounds in timed(records).items():
+        same = [len({turn["tokens"] for turn in r.values()}) == 1 for r in rounds.values()]
+        equal.append(f"{load} {sum(same)} of {len(same)}")
+    idle = sum(t["idle_cpu_s"] for t in turns) / sum(t["seconds"] for t in turns)
+    parts = [
+        "## Checks\n",
+        f"- Rounds in which every engine and mode returned the same tokens: {'; '.join(equal)}.\n"
+        f"- Engines that wait use {100 * idle:.2f} % of one core together.\n"
+        "- Every request that asked got a row for every token but the last; no other got any.\n",
+    ]
+    if clocks := sorted(t["mhz"] for t in turns if "mhz" in t):
+        watts = sorted(t["watts"] for t in turns if "watts" in t)
+        parts[-1] += (
+            f"- The GPU's clock at the end of turns: {clocks[0]:,} to {clocks[-1]:,} MHz, median "
+            f"{statistics.median(clocks):,.0f}; power up to {watts[-1]} W.\n"
+        )
+    return parts
+
+
 def report_text(records: Sequence[Record]) -> str:
     """The report in Markdown."""
     setup = next(record for record in records if record["kind"] == "setup")
@@ -256,23 +300,7 @@ def report_text(records: Sequence[Record]) -> str:
         )
         + ".\n",
         "## Cost\n",
-        table(
-            "Load | Compared | With | Time | Step | Step, µs | Rounds | May cost | Verdict",
-            [
-                [
-                    c.load,
-                    c.label,
-                    c.reference,
-                    str(c.seconds),
-                    str(c.step or ""),
-                    f"{c.step_us[0]:,.1f} → {c.step_us[1]:,.1f}" if c.step_us else "",
-                    c.seconds.pairs,
-                    "" if c.target is None or c.seconds.percent is None else f"{c.target:.1f} %",
-                    c.verdict,
-                ]
-                for c in found
-            ],
-        ),
+        costs(found),
     ]
     if any("not decided" in c.verdict for c in found):
         parts.append(
@@ -314,24 +342,7 @@ def report_text(records: Sequence[Record]) -> str:
             "On the GPU by torch's allocator, on the host the sum of the processes, GiB.\n",
             table("Engine | GPU, allocated | GPU, reserved | Host", memory),
         ]
-    equal = []
-    for load, rounds in timed(records).items():
-        same = [len({turn["tokens"] for turn in r.values()}) == 1 for r in rounds.values()]
-        equal.append(f"{load} {sum(same)} of {len(same)}")
-    idle = sum(t["idle_cpu_s"] for t in turns) / sum(t["seconds"] for t in turns)
-    parts += [
-        "## Checks\n",
-        f"- Rounds in which every engine and mode returned the same tokens: {'; '.join(equal)}.\n"
-        f"- Engines that wait use {100 * idle:.2f} % of one core together.\n"
-        "- Every request that asked got a row for every token but the last; no other got any.\n",
-    ]
-    if clocks := sorted(t["mhz"] for t in turns if "mhz" in t):
-        watts = sorted(t["watts"] for t in turns if "watts" in t)
-        parts[-1] += (
-            f"- The GPU's clock at the end of turns: {clocks[0]:,} to {clocks[-1]:,} MHz, median "
-            f"{statistics.median(clocks):,.0f}; power up to {watts[-1]} W.\n"
-        )
-    return "\n".join(parts)
+    return "\n".join([*parts, *checks(records)])
 
 
 def write_report(records: Sequence[Record], out: Path) -> str:

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -198,13 +199,19 @@ def main() -> int:
 
     connection.send({"hello": settings["name"]})
     engine = Engine(settings)
+    methods: dict[str, Callable[..., Any]] = {
+        "start": engine.start,
+        "run": engine.run,
+        "memory": engine.memory,
+        "kernels": engine.kernels,
+    }
     while True:
         try:
             message = connection.recv()
         except EOFError:
             return 0
         try:
-            connection.send(getattr(engine, message.pop("do"))(**message))
+            connection.send(methods[message.pop("do")](**message))
         except Exception as error:
             traceback.print_exc()
             connection.send({"error": f"{type(error).__name__}: {error}"})

@@ -9,14 +9,9 @@
 two engines (DP2, EP2), or with `--gpus 4 --tp 2` two engines of two GPUs each, whose MoE layers are
 sequence parallel. Each keeps 96 unfinished requests: 16 to 1,024 tokens in, 16 to 256 out. Every
 second it records finished requests, output tokens, steps, the longest gap between two steps, and
-the memory of processes and GPUs. Then come the faults: five times 64 equal requests at once, and,
-where the build supports it, every copy of rows to the host delayed by 20 ms. The record is
-rewritten every few seconds, so that a killed run keeps its data. `run` also takes the
-pristine release; `--flag off` runs either build without the feature.
-
-With `--flag opt-in`, the load comes in pairs of turns of the same 96 requests of 512 tokens in, 128
-out: nobody asks in one turn, everybody in the other. The report says how much longer turns and
-their median steps are if everybody asks.
+the memory of processes and GPUs. Then, where the build supports it, every copy of rows to the host
+is late by 20 ms. The record is rewritten every few seconds, so that a killed run keeps its data.
+`run` also takes the pristine release; `--flag off` runs either build without the feature.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ from typing import Any
 
 from gpu.soak.engine import FAULT_SECONDS, UNFINISHED, WARM_UP
 from harness import hosts
-from harness.paired import compare
 from harness.process import free_port
 from harness.shapes import model_config, write_model
 
@@ -50,35 +44,40 @@ def layout(gpus: int, tp: int) -> str:
     return "x".join(names) + (f"+EP{gpus}" if gpus > 1 else "one")
 
 
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `vllm.LLM` gets."""
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 4096,
+        "max_num_seqs": 128,
+        "enable_prefix_caching": False,
+        # More than the load needs. The pinned release's shared memory grows with it.
+        "kv_cache_memory_bytes": 8 << 30,
+        "gpu_memory_utilization": 0.5,
+        "tensor_parallel_size": arguments.tp,
+        "enable_expert_parallel": arguments.gpus > 1,
+        "enable_return_routed_experts": arguments.flag != "off",
+        "worker_extension_cls": "gpu.soak.faults.Faults",
+        "compilation_config": {
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512]
+        },
+        "seed": 0,
+    }
+    if arguments.eager:
+        options |= {"enforce_eager": True, "compilation_config": {}}
+    if arguments.model == "tiny":
+        options["kv_cache_memory_bytes"] = 1 << 30
+    return options
+
+
 def run(arguments: argparse.Namespace) -> int:
     count = arguments.gpus // arguments.tp
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         scratch = Path(folder)
         shape = (SHAPES[arguments.model], arguments.layers)
-        options: dict[str, Any] = {
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "max_model_len": 2048,
-            "max_num_batched_tokens": 4096,
-            "max_num_seqs": 128,
-            "enable_prefix_caching": False,
-            # More than the load needs. The pinned release's shared memory grows with it.
-            "kv_cache_memory_bytes": 8 << 30,
-            "gpu_memory_utilization": 0.5,
-            "tensor_parallel_size": arguments.tp,
-            "enable_expert_parallel": arguments.gpus > 1,
-            "enable_return_routed_experts": arguments.flag != "off",
-            **({"routed_experts_opt_in": True} if arguments.flag == "opt-in" else {}),
-            "worker_extension_cls": "gpu.soak.faults.Faults",
-            "compilation_config": {
-                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512]
-            },
-            "seed": 0,
-        }
-        if arguments.eager:
-            options |= {"enforce_eager": True, "compilation_config": {}}
-        if arguments.model == "tiny":
-            options["kv_cache_memory_bytes"] = 1 << 30
+        options = engine_options(arguments)
         record: dict[str, Any] = {
             "build": arguments.build_label,
             "flag": arguments.flag,
@@ -143,11 +142,6 @@ def collect(record: dict[str, Any], scratch: Path, count: int) -> None:
         summary = {}
         with contextlib.suppress(OSError, ValueError):
             summary = json.loads((scratch / f"summary-{rank}.json").read_text())
-        if turns := summary.get("turns"):
-            summary["asking_costs"] = {
-                name: str(compare(turns[f"all_{unit}"], turns[f"silent_{unit}"]))
-                for name, unit in (("turns", "s"), ("steps", "step_ms"))
-            }
         ranks.append({"summary": summary, "seconds": seconds})
     record["ranks"] = ranks
 
@@ -157,7 +151,7 @@ def main() -> int:
     # The commands of the records have it.
     parser.add_argument("run", choices=["run"], help="one build, one model")
     parser.add_argument("--build-label", required=True, help="for the record, e.g. pristine")
-    parser.add_argument("--flag", choices=["on", "off", "opt-in"], default="on")
+    parser.add_argument("--flag", choices=["on", "off"], default="on")
     parser.add_argument("--model", choices=SHAPES, default="qwen3")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="GPUs of each engine")

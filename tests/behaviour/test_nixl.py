@@ -16,13 +16,13 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.soak import soak
 from examples import proxy
 from examples.client import generate
 from harness import disaggregated
 from harness.disaggregated import Pair
 from harness.server import Server, ServerError
 from tests.behaviour import test_openai as openai_answers
+from tests.behaviour.clients_that_leave import Load
 from tests.behaviour.conftest import BLOCK, assert_true_completion, random_prompt
 
 pytestmark = pytest.mark.slow
@@ -157,13 +157,15 @@ def test_joined_rows_are_true_and_received_blocks_are_computed_for_others(
 
 
 def test_soak_leaves_nothing_behind(pair: Pair) -> None:
-    """`python -m benchmarks.soak`, for seconds: some clients leave."""
-    load, lines = soak(pair, seconds=10)
+    """Some clients leave."""
+    load = Load(pair, seconds=10)
+    load.run()
+    for server in (pair.prefill, pair.decode):
+        disaggregated.wait_until_idle(server)
     assert not load.faults
     assert load.finished
     assert load.left
     assert load.refused
-    assert lines
 
 
 def test_dead_prefill_engine_ends_its_requests_alone_and_a_new_one_serves_them(

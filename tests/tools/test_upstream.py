@@ -190,7 +190,7 @@ def test_two_wheels_are_compared_and_a_test_that_the_series_breaks_is_named(
     assert "broken: tests/test_rows.py tests.test_rows::test" in error
     assert "test_envs" not in error
     table = (toy.root / "table.md").read_text()
-    assert "| `test_rows::test` | passed | failed: `assert # == #` | broken |" in table
+    assert "| `test_rows::test` | passed | failed: `assert # == #` | broken | 1 |" in table
     assert "| `test_old.py` | 1 / 0 / 0 / 0 | 1 / 0 / 0 / 0 | 1 | none |" in table
     assert "| `test_envs.py` | not there | 1 / 0 / 0 / 0 | 0 | 1 added by the series |" in table
 
@@ -199,9 +199,7 @@ def test_the_table_says_why_a_test_cannot_pass_here() -> None:
     results = {("tests/test_a.py", f"tests.test_a::test[{n}]"): NO_GPU for n in (1, 2)}
     table = upstream_test.render(compare(results, results, set()), "About.")
     assert "| `test_a.py` | 0 / 2 / 0 / 0 | 0 / 2 / 0 / 0 | 2 | none |" in table
-    assert (
-        "| `test_a::test` (2 cases) | wants a CUDA device | `RuntimeError: Found no NVIDIA" in table
-    )
+    assert "| 2 | wants a CUDA device |" in table
 
 
 def test_a_stand_in_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

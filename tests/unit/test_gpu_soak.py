@@ -52,16 +52,3 @@ def test_gpus_that_cannot_be_shared_out_are_refused(
     with pytest.raises(SystemExit):
         soak.main()
     assert "4 GPUs are not engines of 3 each" in capsys.readouterr().err
-
-
-def test_report_compares_turns_of_the_same_requests(tmp_path: Path) -> None:
-    turns = {"silent_s": 1.0, "all_s": 1.02, "silent_step_ms": 20.0, "all_step_ms": 20.2}
-    (tmp_path / "summary-0.json").write_text(
-        json.dumps({"turns": {name: [time] * 8 for name, time in turns.items()}})
-    )
-    record: dict[str, Any] = {}
-    soak.collect(record, tmp_path, 1)
-    assert record["ranks"][0]["summary"]["asking_costs"] == {
-        "turns": "+2.00 % [+2.00, +2.00]",
-        "steps": "+1.00 % [+1.00, +1.00]",
-    }

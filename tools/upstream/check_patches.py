@@ -158,7 +158,12 @@ class Checker:
 
     def check(self, commit: str, name: str) -> Finding:
         """One check of the patch that a commit is of, or what an earlier run found."""
-        make = getattr(self, f"_check_{name}")
+        make = {
+            IMPORTS: self._check_imports,
+            LINTERS: self._check_linters,
+            TYPES: self._check_types,
+            TESTS: self._check_tests,
+        }[name]
         trees = (self.git.tree_id(at)[:12] for at in (BASE_REF, f"{commit}^", commit))
         return Finding(*self._kept("-".join([*trees, name]), make, commit))
 

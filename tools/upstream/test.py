@@ -144,36 +144,37 @@ def render(comparisons: list[Comparison], about: str) -> str:
         ours = [c for c in comparisons if file in (c.file, "All")]
         verdicts = Counter(c.verdict for c in ours)
         same = verdicts.pop(SAME, 0)
-        differ = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+        how = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
         name = f"`{file.removeprefix('tests/')}`" if file != "All" else file
         sides = (_counts(c.pristine for c in ours), _counts(c.patched for c in ours))
-        rows.append((name, *sides, str(same), differ or "none"))
-    different: Counter[tuple[str, ...]] = Counter()  # cases of a test that differ in one way
-    failing: Counter[tuple[str, ...]] = Counter()
+        rows.append((name, *sides, str(same), how or "none"))
+    # Cases of a test that differ in one way, and tests that fail for one reason.
+    different: Counter[tuple[str, ...]] = Counter()
+    failing: Counter[str] = Counter()
     for c in comparisons:
-        name = c.test.removeprefix("tests.").replace("|", "\\|").partition("[")[0]
-        if c.verdict != SAME:
-            different[name, _status(c.pristine), _status(c.patched), c.verdict] += 1
+        if c.verdict in UNEXPLAINED:
+            name = c.test.removeprefix("tests.").replace("|", "\\|").partition("[")[0]
+            different[f"`{name}`", _status(c.pristine), _status(c.patched), c.verdict] += 1
         outcome = c.patched or c.pristine
         if outcome and outcome.bad:
-            failing[name, outcome.cannot_run or "see right", _cell(outcome.reason)] += 1
-
-    def cases(found: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[str, ...]]:
-        return [
-            (f"`{n}`{f' ({count} cases)' if count > 1 else ''}", *how) for (n, *how), count in found
-        ]
-
-    titles = ("Test", "Pristine", "Patched", "Verdict")
+            failing[outcome.cannot_run or _cell(outcome.reason)] += 1
+    differ = [(*how, str(count)) for how, count in different.items()]
+    why = sorted(((str(count), reason) for reason, count in failing.items()), key=_most)
+    titles = ("Test", "Pristine", "Patched", "Verdict", "Cases")
     lines = [
         *("# vLLM's own tests on the pristine and on the patched wheel", "", about, ""),
         *("Passed / cannot run here / failed otherwise / skipped.", ""),
         *table(("File", "Pristine", "Patched", "Same", "Differences"), rows),
-        *("", "## Differences", ""),
-        *(table(titles, cases(different.items())) if different else ["None."]),
+        *("", "## Differences that the series does not make on purpose", ""),
+        *(table(titles, differ) if differ else ["None."]),
         *("", "## Tests that cannot pass here, and why", ""),
-        *table(("Tests", "Why", "What the failure says"), cases(sorted(failing.items()))),
+        *table(("Tests", "Why"), why),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _most(row: tuple[str, str]) -> tuple[int, str]:
+    return -int(row[0]), row[1]
 
 
 def _status(outcome: Outcome | None) -> str:
