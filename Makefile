@@ -173,6 +173,7 @@ client-venvs: $(CLIENT_VENVS) #> Make the clients' environments (CLIENTS='verl m
 
 .PHONY: gpu-test
 gpu-test: $(LOCKED) #> Run the tests that need a GPU, with the vLLM that is installed
+	@[ "$(call fact,tests,gpu_tests)" = true ] || { echo "error: make gpu-test does not run on $(LINE), whose capture has other functions: use make layouts, or a line whose upstream.toml says 'gpu_tests = true'" >&2; exit 1; }
 	@exec $(PY) -m pytest tests/gpu
 
 .PHONY: layouts
