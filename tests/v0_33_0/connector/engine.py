@@ -84,6 +84,8 @@ class Engine:
         # The last step whose requests may lose rows by the latest fault.
         self.fails_until = -1
         self.steps: deque[Step] = deque()
+        # Requests of the step whose output the scheduler gets.
+        self.delivering: set[str] = set()
         # Position after the last row that each client was handed.
         self.ends: dict[str, int] = {}
         # Position of the first row that each client asked for.
@@ -342,6 +344,7 @@ class Engine:
         if not self.steps:
             return
         step = self.steps.popleft()
+        self.delivering = {*step.scheduled.num_scheduled_tokens}
         step.consume()
         if self.faults:
             self.faults.break_pack(step.output.aux_output_connector_output)
@@ -436,6 +439,8 @@ class Engine:
 
     def note_fault(self) -> None:
         self.fails_until = self.runner.num_steps + self.setup.depth + 2
+        # Some may have ended with the step whose rows are lost.
+        self.may_fail |= self.delivering & self.asking
         self.note_failing()
 
     def note_failing(self) -> None:
