@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from examples import proxy
+from harness.lines import LINES, installed
 from harness.process import Kept, free_port
 from tests.real import PROJECT
 from tests.stub import Stub
@@ -26,7 +27,7 @@ from tests.stub import Stub
 GENERATE = proxy.GENERATE
 PROMPT = [5, 6, 7, 8, 9]
 # vLLM's own proxy for Mooncake.
-EXAMPLES = "examples/online_serving/disaggregated_serving"
+EXAMPLES = LINES[installed()].tests["proxies"]
 MOONCAKE = PROJECT.tree / EXAMPLES / "mooncake_connector/mooncake_connector_proxy.py"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from harness.lines import LINES, installed
 from tests.behaviour.conftest import (
     as_prompts,
     ask,
@@ -79,9 +80,11 @@ def test_beam_search_goes_without_rows(model: Path) -> None:
     from vllm.sampling_params import BeamSearchParams
 
     with running(model) as engine:
-        manager = scheduler_of(engine).routed_experts
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         (output,) = engine.beam_search(as_prompts(PROMPTS[0]), params)
         assert len(output.sequences) == 2
+        if not LINES[installed()].tests["scheduler_keeps_rows"]:
+            return
+        manager = scheduler_of(engine).routed_experts
         assert not manager.requests
         assert (manager.rows.first_step == np.iinfo(np.int64).max).all()
