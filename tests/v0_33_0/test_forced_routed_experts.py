@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: F811 (fixtures are imported)
 """An engine computes with the routed experts that a request gives for a range of its prompt.
 
 The oracle is `transformers`, whose routers take the same experts (`examples/replay.py`).
@@ -26,14 +25,11 @@ from examples import forced_experts
 from examples.client import decode_rows
 from examples.replay import OWN, replay
 from harness.server import Server, ServerError
-from tests.behaviour.conftest import (  # noqa: F401
+from tests.behaviour.conftest import (
     BLOCK,
     CHUNK,
     ask,
-    checkpoint,
-    environment,
     make_params,
-    model,
     random_prompt,
     running,
     scheduler_of,
@@ -161,7 +157,7 @@ def serve(model: Path, **options: Any) -> Iterator[Served]:
         yield Served(model, llm, list(layers))
 
 
-@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
+@pytest.fixture(scope="module", params=list(WAYS.values()), ids=list(WAYS))
 def each(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[Served]:
     family, overrides = request.param
     yield from serve(checkpoint(family, **overrides))
@@ -419,7 +415,8 @@ def test_compiled_model_takes_rows(model: Path, monkeypatch: pytest.MonkeyPatch)
         compiled.forget()
         assert_same(own, *compiled.ask(give(prompt, rows_of(own)[:100])))
         rows = compiled.random_rows(100)
-        assert_forced(compiled, *compiled.ask(give(prompt, rows)), rows)
+        (forced,) = compiled.ask(give(prompt, rows))
+        assert_forced(compiled, forced, rows)
 
 
 def test_preempted_request_is_forced_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +444,8 @@ def test_without_prefix_caching(model: Path) -> None:
     for uncached in serve(model, enable_prefix_caching=False):
         prompt = random_prompt(18, 100)
         rows = uncached.random_rows(100)
-        assert_forced(uncached, *uncached.ask(give(prompt, rows)), rows)
+        (forced,) = uncached.ask(give(prompt, rows))
+        assert_forced(uncached, forced, rows)
 
 
 def encode(rows: Rows) -> str:
