@@ -83,7 +83,7 @@ MUTANTS = [
     Mutant(
         "block without rows given out first",
         CACHE,
-        ") is not None and rows.first_step[first.block_id] == NEVER:",
+        ") is not None and rows.cached_step[first.block_id] == NEVER:",
         ") is None:",
     ),
     Mutant(
@@ -95,13 +95,13 @@ MUTANTS = [
     Mutant(
         "marks survive a reset",
         CACHE,
-        "        self._rows.first_step[:] = NEVER\n",
+        "        self._rows.cached_step[:] = NEVER\n",
         "        pass\n",
     ),
     Mutant(
         "marks survive an eviction",
         CACHE,
-        "            self._rows.first_step[block.block_id] = NEVER\n",
+        "            self._rows.cached_step[block.block_id] = NEVER\n",
         "            pass\n",
     ),
     Mutant(
@@ -123,17 +123,24 @@ MUTANTS = [
         "            block_ids[self.group_id][:1],\n",
     ),
     Mutant(
-        "rows of a block always on their way",
-        ROWS,
-        "            self.first_step[blocks[self.first_step[blocks] <= step]] = 0\n",
-        "            pass\n",
+        "rows of a shared block that were lost count as there",
+        MANAGER,
+        "                other.forget_lost(rows, self.rows.block_size)\n",
+        "                pass\n",
     ),
     Mutant(
-        "step in flight brings rows of a later request with the block",
+        "block whose rows were lost used",
         ROWS,
-        "            self.first_step[blocks[self.first_step[blocks] <= step]] = 0\n",
-        "            self.first_step[blocks] = 0\n",
-        setups="loads and end",
+        "        self.cached_step[request.block_ids[request.end // self.block_size :]] = NEVER\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "block that a request computes again stays in the prefix cache",
+        SCHEDULER,
+        "        if sync_blocks_to_evict:\n",
+        "        if False:\n",
+        setups="failed loads",
+        examples=(1500, 6000),
     ),
     Mutant(
         "first rows of a shared block left out",

@@ -82,8 +82,7 @@ def check_cached_blocks(requests: Iterable[Request], scheduler: Scheduler, kv: K
 
 def has_rows(rows: RoutedExpertsRows, block_id: int) -> bool:
     """Whether requests that ask may use the block. No step is on its way."""
-    assert rows.first_step[block_id] in (0, NEVER)
-    return rows.first_step[block_id] == 0
+    return bool(rows.cached_step[block_id] != NEVER)
 
 
 def check_nothing_left(scheduler: Scheduler) -> None:

@@ -144,25 +144,3 @@ def make_engine_parts(setup: Setup) -> tuple[Scheduler, Worker]:
         )
         scheduler.recompute_kv_load_failures = not setup.loads_end
     return scheduler, worker
-
-
-_SHARED = (
-    "a request ends with an error though no row was lost: it shares a block with a request "
-    "that was preempted or aborted, and the block was evicted"
-)
-_WINDOWS = (
-    "rows of a block that leaves the window while a step writes it may go to the next owner "
-    "of the block"
-)
-_AGAIN = (
-    "a block that failed to load stays in the prefix cache if its request is preempted or "
-    "aborted before it computes the block again"
-)
-# Setups in which the series is known to fail, and why. PROPERTY_OPEN=1 runs them too.
-OPEN = {
-    "batch queue": _SHARED,
-    "few blocks, failed loads end": _SHARED,
-    "window only, batch queue": _WINDOWS,
-    "window only, asynchronous batch queue": _WINDOWS,
-    "KV connector": _AGAIN,
-}

@@ -18,12 +18,11 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from tests.v0_20_2.engine import Engine
 from tests.v0_20_2.operations import operations
-from tests.v0_20_2.setups import BLOCK, OPEN, SETUPS, Setup
+from tests.v0_20_2.setups import BLOCK, SETUPS, Setup
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "150"))
 # Seed of the random cases. Without it, every run has the same ones.
 SEED = os.environ.get("PROPERTY_SEED")
-RUNS_OPEN = "PROPERTY_OPEN" in os.environ
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,10 +43,6 @@ def small_arrays() -> Iterator[None]:
 @pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
 def test_every_request_gets_exactly_its_rows(setup: Setup, examples: int) -> None:
-    name = next(name for name, known in SETUPS.items() if known is setup)
-    if name in OPEN and not RUNS_OPEN:
-        pytest.skip(f"an open fault: {OPEN[name]}")
-
     @settings(
         max_examples=examples,
         deadline=None,

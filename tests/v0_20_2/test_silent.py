@@ -65,5 +65,5 @@ def test_nothing_is_kept_or_allocated(engine: Engine) -> None:
     assert grown == []
     assert not engine.manager.requests
     assert not engine.manager.steps_in_flight
-    assert (engine.manager.rows.first_step == NEVER).all()
+    assert (engine.manager.rows.cached_step == NEVER).all()
     assert engine.manager.take_stats() is None

@@ -259,14 +259,6 @@ HYBRID = {
 }
 SETUPS = PLAIN | MENDED | LOADS | WEIGHTS | FAULTS | HYBRID
 
-# Setups in which the series is known to fail, and why. PROPERTY_OPEN=1 runs them too.
-OPEN = {
-    "recovery beside loads": (
-        "after a load that failed, an output of another request is dropped, and this request "
-        "never ends; the cause is not known"
-    ),
-}
-
 
 @cache
 def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
