@@ -117,7 +117,7 @@ def lose_stored(engine: Any, patch: pytest.MonkeyPatch) -> None:
         def look_again(keys: Any) -> Any:
             store._queue.join()
             for key in keys:
-                store._store._slots.pop(key, None)
+                store._store._objects.pop(key, None)
             return look(keys)
 
         return look_again
