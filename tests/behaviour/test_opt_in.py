@@ -87,4 +87,4 @@ def test_beam_search_goes_without_rows(model: Path) -> None:
             return
         manager = scheduler_of(engine).routed_experts
         assert not manager.requests
-        assert (manager.rows.first_step == np.iinfo(np.int64).max).all()
+        assert (manager.rows.cached_step == np.iinfo(np.int64).max).all()

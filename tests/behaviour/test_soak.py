@@ -34,7 +34,7 @@ def usable_blocks(manager: Any) -> list[int]:
     """Of v0.20.2: blocks with rows in the prefix cache."""
     from vllm.v1.core.routed_experts_rows import NEVER
 
-    return (manager.rows.first_step != NEVER).nonzero()[0].tolist()
+    return (manager.rows.cached_step != NEVER).nonzero()[0].tolist()
 
 
 def count_blocks(scheduler: Any) -> int:
