@@ -26,8 +26,8 @@ class Step:
         mean, greatest: of |the trainer's log-prob less the server's|.
         k3: estimate of the KL divergence of the trainer's distribution from the server's, in nats.
         outside: share of tokens whose importance ratio is below 0.5 or above 2.
-        differs: share of decisions, a token in a layer, in which the trainer itself would take
-            another set of experts than the row has.
+        differs: share of decisions in which the trainer itself would take other experts than the
+            row has. A decision is one token in one layer.
         rows, wrong: how many were compared with `transformers`, and how many differ.
         first: the first difference, or nothing.
         seconds: by part of the step.
