@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
@@ -112,15 +111,6 @@ def family(pid: int | None = None) -> list[psutil.Process]:
     """A process, or this one, and its descendants."""
     first = psutil.Process(pid)
     return [first, *first.children(recursive=True)]
-
-
-def mebibytes(processes: Iterable[psutil.Process]) -> int:
-    """The memory that processes have now; one that has ended has none."""
-    total = 0
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            total += process.memory_info().rss
-    return total >> 20
 
 
 def read_peak(process: int | str = "self") -> int:

@@ -39,13 +39,6 @@ GPT_OSS_20B: dict[str, Any] = {
     "vocab_size": 201088,
 }
 
-GPT_OSS_120B: dict[str, Any] = {
-    **GPT_OSS_20B,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-    "num_hidden_layers": 36,
-    "num_local_experts": 128,
-}
-
 # With fewer layers and a small vocabulary.
 GPT_OSS: dict[str, Any] = {
     **GPT_OSS_20B,
@@ -78,44 +71,6 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 
-DEEPSEEK_V2_LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "bos_token_id": 100000,
-    "eos_token_id": 100001,
-    "first_k_dense_replace": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "scoring_func": "softmax",
-    "topk_group": 1,
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 102400,
-}
-
 # Rehearses on a CPU; the rows of one token are as many bytes as Qwen3-30B-A3B's with 48 layers.
 TINY: dict[str, Any] = {
     **QWEN3_30B_A3B,
@@ -136,8 +91,6 @@ TINY: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gpt-oss-20b": GPT_OSS_20B,
-    "gpt-oss-120b": GPT_OSS_120B,
-    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "tiny": TINY,
 }
 
