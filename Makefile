@@ -233,13 +233,8 @@ export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<
 status: $(TOOLS_LOCKED) ## Pin, patches, what is applied, what drifted, the newest release
 	@exec $(TOOLS) series status $(ARGS)
 
-.PHONY: rebase
-rebase: $(TOOLS_LOCKED) #> Move the series to another vLLM: make rebase ONTO=<version> (ARGS=--dry-run)
-	@[ -n "$(ONTO)" ] || { echo "error: which release? make rebase ONTO=<version>" >&2; exit 1; }
-	$(TOOLS) series rebase --onto "$(ONTO)" $(ARGS)
-
 .PHONY: line
-line: $(TOOLS_LOCKED) #> Begin a line from another one: make line FROM=v0.33.0 ON=v0.34.0
+line: $(TOOLS_LOCKED) #> Begin a line from another one: make line FROM=v0.33.0 ON=v0.34.0 (ARGS=--dry-run)
 	@[ -n "$(FROM)" ] || { echo "error: which line to begin with? make line FROM=v0.33.0 ON=$(LINE)" >&2; exit 1; }
 	$(TOOLS) series line --from "$(FROM)" $(ARGS)
 

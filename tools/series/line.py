@@ -1,63 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new line: another line's series, rebased onto another release."""
+"""A new line: another line's series on another release. Git rebases it in the new build tree."""
 
 import argparse
+import re
 import shutil
-from pathlib import Path
+import tarfile
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
-from tools.common.cli import ToolError, count
-from tools.common.pin import Project
-from tools.series.rebase import CONFLICT, begin, find_target, rebased, try_all
+import tomlkit
+from packaging.version import InvalidVersion, Version
+
+from tools.common.cli import ToolError, add_flag, count, tell
+from tools.common.files import staging
+from tools.common.git import Git
+from tools.common.pin import UNKNOWN, PinnedFile, Project
+from tools.series import tree
+from tools.series.apply import apply_series
+from tools.series.export import export_series
+from tools.series.series import read_series
+from tools.series.tree import APPLIED_REF, BASE_REF, BRANCH
+from tools.source.fetch import Index, fetch, like_wheel, releases, version_of
+
+# The other line's series on its own release, beside the new base.
+OLD_BASE, OLD_APPLIED = "refs/old/base", "refs/old/applied"
+OLD = f"{OLD_BASE}..{OLD_APPLIED}"
+CLEAN, CONFLICT, CONTAINED = "clean", "conflict", "contained"
+# The patch that a commit of the build tree is of.
+_NAME = "%(trailers:key=Patch-Filename,valueonly)"
+_FILE = ("filename", "size", "sha256")
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="other", metavar="LINE", required=True, help="begin with it")
-    parser.add_argument("--commit", help="the commit of the release's tag")
+    add_flag(parser, "--dry-run", "only say which patches would conflict; leave nothing behind")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Begin a line of patches/ from another one. `--on` names the new line, as v1.2.3 for 1.2.3.
-    The command copies the pin, the series and the inputs of the locks, says which patches conflict
-    with the release, and rebases the series. At a conflict it stops, and says how to go on. Any
-    other error leaves nothing behind."""
+    The command copies the pin and the inputs of the locks, says which patches conflict with the
+    release, and rebases the series in build/<line>/vllm. At a conflict it stops, and says how to go
+    on with git. An error before the rebase leaves nothing behind. It never commits in this
+    repository."""
     other = Project(project.root, arguments.other, project.wheelhouse, project.offline)
-    version = project.line.removeprefix("v")
-    target = find_target(other, version, arguments.commit)
-    if project.line != f"v{version}":
-        what = "a line is named for its release"
-        raise ToolError(what, "--on", f"v{version}", project.line)
-    if project.patches.exists():
-        step = "name another release, or move it: python -m tools series rebase"
-        raise ToolError("the line is there already", project.patches, next_step=step)
-    trials = try_all(other, target)
-    conflicts = [trial for trial in trials if trial.verdict == CONFLICT]
-    print(
-        f"{count(len(trials), 'patch', 'patches')}: {len(conflicts)} conflict with vLLM {version}"
-    )
-    for trial in conflicts:
-        print(f"  {trial.name}: {'; '.join(trial.conflicts)}")
+    for place in (project.patches, inputs(project), project.tree):
+        if place.exists():
+            raise ToolError("the line is there already", place, next_step="name another release")
+    target = find_target(other, project.line)
     try:
-        copy(other, project)
-        begin(project, target, dry_run=False)
+        git = set_up(other, project, target)
+        trials = try_all(git)
     except BaseException:
-        if not rebased(project).root.exists():  # no conflict: nothing to go on with
-            for folder in (project.patches, inputs(project)):
-                shutil.rmtree(folder, ignore_errors=True)
+        remove(project)
         raise
-    print(f"next: make lock ON={project.line}; then CONTRIBUTING.md, 'Adding a line'")
+    print(summary(trials, target.source))
+    if arguments.dry_run:
+        remove(project)
+    else:
+        rebase(git, project, [trial.name for trial in trials])
 
 
 def inputs(project: Project) -> Path:
     return project.root / "requirements" / project.line
 
 
-def copy(other: Project, project: Project) -> None:
-    """The other line's patches and locks. The inputs of the locks name the new line's tree."""
-    table = shutil.ignore_patterns("README.md")  # of the other line; the export writes the new one
-    shutil.copytree(other.patches, project.patches, symlinks=True, ignore=table)
-    if not inputs(other).is_dir():
+def remove(project: Project) -> None:
+    for folder in (project.patches, inputs(project), project.tree):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Target(NamedTuple):
+    """``upstream.toml`` on the new release, but for the id of its tree."""
+
+    pin: Any  # a document of tomlkit: comments and other keys stay
+    source: PinnedFile
+
+
+def find_target(other: Project, line: str) -> Target:
+    """Find the release that a line is named for on the package index, and get its source."""
+    try:
+        version = Version(line)
+    except InvalidVersion:
+        version = Version("0")
+    if f"v{version}" != line:
+        raise ToolError("a line is named for its release", "--on", "a name such as v1.2.3", line)
+    old, index = other.pin, Index()
+    files = index.files(old.source.distribution)
+    archives = (file for file in files if file.link.filename.endswith(".tar.gz"))
+    found = next((file for file in archives if version_of(file) == version), None)
+    if found is None:
+        what = "the package index has no source archive of this version"
+        newest = f"a release; the newest are {', '.join(map(str, releases(files)[-5:]))}"
+        raise ToolError(what, old.source.distribution, newest, version, "check the version")
+    if found.link.is_yanked:
+        print(f"note: {found.link.filename} is withdrawn on the package index")
+    source = index.pin(found)
+    commit = _stated_commit(fetch(source, other)) or UNKNOWN
+    pin: Any = tomlkit.parse(other.pin_file.read_text(encoding="utf-8"))
+    release = {"version": source.version, "tag": f"v{version}"}
+    pin["release"].update(release | {"commit": commit})
+    pin["source"].update({key: getattr(source, key) for key in _FILE})
+    pin["source"].pop("submodule", None)
+    for variant, wheel in pin.get("wheel", {}).items():
+        _find_wheel(other, index, version, variant, wheel)
+    return Target(pin, source)
+
+
+def _find_wheel(other: Project, index: Index, version: Version, variant: str, wheel: Any) -> None:
+    """Pin the release's wheel like another line's one. A wheel for tests lends its kernels to any
+    release. If there is none, the table of the wheel stays without a file."""
+    old = other.pin.wheels
+    files = [f for f in index.files(str(wheel["distribution"])) if version_of(f) == version]
+    wheel.pop("version", None)
+    if like := like_wheel(files, str(wheel["tag"])):
+        file = index.pin(like)
+    elif variant in old and old[variant].tests_only:
+        file = old[variant].file
+        wheel["version"] = file.version
+    else:
+        print(f"note: there is no base wheel {variant} of vLLM {version}")
+        for key in _FILE:
+            wheel.pop(key, None)
         return
-    shutil.copytree(inputs(other), inputs(project))
-    for path in inputs(project).glob("*.in"):
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text.replace(f"build/{other.line}/", f"build/{project.line}/"), "utf-8")
+    tag = "-".join(file.filename.removesuffix(".whl").split("-")[-3:])
+    wheel.update({key: getattr(file, key) for key in _FILE} | {"tag": tag})
+
+
+def _stated_commit(archive: Path) -> str:
+    """The beginning of the commit's id, if the archive's version module states it."""
+    with tarfile.open(archive) as tar:
+        modules = (m for m in tar if PurePosixPath(m.name).parts[1:] == ("vllm", "_version.py"))
+        module = next(modules, None)
+        file = tar.extractfile(module) if module else None
+        text = file.read().decode(errors="replace") if file else ""
+    match = re.search(r"^__commit_id__ = .*'g?([0-9a-f]{7,40})'", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def set_up(other: Project, project: Project, target: Target) -> Git:
+    """Make the new line without patches: its folders, and a build tree on the release that has the
+    other line's commits too."""
+    apply_series(other, read_series(other.series_file))  # refuses what would be lost
+    left_out = shutil.ignore_patterns("*.patch", "series", "README.md")  # the export writes these
+    shutil.copytree(other.patches, project.patches, ignore=left_out)
+    project.series_file.write_text("")
+    if inputs(other).is_dir():
+        shutil.copytree(inputs(other), inputs(project))
+        for path in inputs(project).glob("*.in"):
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text.replace(f"build/{other.line}/", f"build/{project.line}/"), "utf-8")
+    with staging(project.tree) as place:
+        archive = fetch(target.source, project)
+        git, tree_id = tree.unpack_source(archive, target.pin["source"]["archive_only"], place)
+        target.pin["release"]["tree"] = tree_id
+        project.pin_file.write_text(tomlkit.dumps(target.pin), encoding="utf-8")
+        tree.commit_base(git, project.pin)
+        place.rename(project.tree)
+    git = Git(project.tree)
+    git.fetch(other.tree, f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}")
+    # Also for the person who goes on. Lines of a message may begin with "#".
+    for setting in ("merge.conflictStyle diff3", "core.commentChar ;"):
+        git.run("config", *setting.split())
+    return git
+
+
+def rebase(git: Git, project: Project, names: list[str]) -> None:
+    """Rebase the other line's commits onto the release, and export them."""
+    git.run("checkout", "--quiet", "-B", BRANCH, OLD_APPLIED)
+    done = git.run("rebase", "--empty=drop", "--onto", BASE_REF, OLD_BASE, accept=(0, 1))
+    if done.returncode:
+        steps = [
+            f"edit and git add them in {git.path}, then: git rebase --continue",
+            "to leave the patch out: git rebase --skip",
+            f"when git is done: make export ON={project.line}",
+            f"what changed: git range-diff {OLD} {BASE_REF}..HEAD",
+            f"to give up: rm -r {project.build} {project.patches} {inputs(project)}",
+        ]
+        what = f"a patch conflicts with vLLM {project.pin.version}"
+        details = [*conflicts_in(done.stdout), *steps]
+        raise ToolError(what, git.log("REBASE_HEAD", _NAME), details=details)
+    if git.commits(f"{BASE_REF}..HEAD"):
+        export_series(project)
+        print(
+            git.text("-c", "core.abbrev=12", "range-diff", "--no-color", OLD, f"{BASE_REF}..HEAD")
+        )
+    series = read_series(project.series_file)
+    for name in sorted(set(names) - {patch.name for patch in series}):
+        print(f"left out: {name}")
+    apply_series(project, series)
+    print(f"rebased: {count(len(series), 'patch', 'patches')} onto vLLM {project.pin.version}")
+    print(f"next: make lock ON={project.line}; then CONTRIBUTING.md, 'Adding a line'")
+
+
+def conflicts_in(said: bytes) -> list[str]:
+    """Git's words on each conflict."""
+    lines = said.decode(errors="replace").splitlines()
+    return [line.removeprefix("CONFLICT ") for line in lines if line.startswith("CONFLICT ")]
+
+
+class Trial(NamedTuple):
+    """What happens to a patch when those before it are resolved in their own favour."""
+
+    name: str
+    verdict: str  # CLEAN, CONTAINED or CONFLICT
+    conflicts: list[str]
+
+
+def try_all(git: Git) -> list[Trial]:
+    """Try every patch of the other line."""
+    trials: list[Trial] = []
+    git.run("checkout", "--quiet", "--detach", BASE_REF)
+    for commit in git.commits(OLD):
+        done, verdict = git.run("cherry-pick", commit, accept=(0, 1)), CLEAN
+        if done.returncode:
+            verdict = CONFLICT if git.changed("--cached", "HEAD") else CONTAINED
+            git.run("cherry-pick", "--abort")
+        if verdict == CONFLICT:
+            _favour(git, commit)
+        trials.append(Trial(git.log(commit, _NAME), verdict, conflicts_in(done.stdout)))
+        tell(f"{trials[-1].name}: {verdict}")
+    return trials
+
+
+def _favour(git: Git, commit: str) -> None:
+    """Put a patch on HEAD, and resolve every conflict in favour of the patch."""
+    if git.run("cherry-pick", commit, "-X", "theirs", accept=(0, 1)).returncode:
+        for path in git.changed("--diff-filter=U"):  # a file that one side removed
+            gone = path not in git.files(commit)
+            git.run(*(("rm", "-qf") if gone else ("checkout", commit)), "--", path)
+        git.run("commit", "--quiet", "--allow-empty", "-C", commit)
+    git.run("clean", "--quiet", "--force", "-d")
+
+
+def summary(trials: list[Trial], source: PinnedFile) -> str:
+    """How many patches apply, and where the others conflict."""
+    verdicts = [trial.verdict for trial in trials]
+    lines = [
+        f"onto: vLLM {source.version}, {source.filename}, sha256 {source.sha256}",
+        f"{count(len(trials), 'patch', 'patches')}: {verdicts.count(CLEAN)} apply, "
+        f"{verdicts.count(CONFLICT)} conflict, {verdicts.count(CONTAINED)} are contained already",
+    ]
+    for trial in trials:
+        if trial.verdict != CLEAN:
+            lines.append(f"  {trial.name}: {'; '.join(trial.conflicts) or trial.verdict}")
+    return "\n".join(lines)

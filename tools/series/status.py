@@ -11,7 +11,6 @@ from packaging.version import Version
 from tools.common.cli import ToolError, add_flag, count
 from tools.common.git import Git
 from tools.common.pin import Project, lines
-from tools.series import rebase
 from tools.series.export import draft_series
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import BASE_REF, open_tree, read_record, unaccounted
@@ -45,8 +44,6 @@ def report(project: Project, offline: bool) -> Iterator[tuple[str, str]]:
     yield "pin", f"vLLM {pin.version}, {pin.git_tag}, commit {pin.commit}"
     yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
     yield "newest", "unknown: not asked" if offline else newest_release(project)
-    if state := rebase.state(project):
-        yield "rebase", state
     try:
         series = read_series(project.series_file)
     except ToolError as error:

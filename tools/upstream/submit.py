@@ -142,7 +142,7 @@ def pick(git: Git, patch: Patch, commit: str, label: str, who: tuple[str, str]) 
         what = f"a patch does not fit {label}; no branch was made"
         found = "conflicts in " + ", ".join(git.changed("--diff-filter=U"))
         step = "put the patch that it needs into its Needs:; or choose a base nearer to the pin"
-        step += "; or move the series there first: series rebase --onto <version>"
+        step += "; or begin a line there: series line"
         raise ToolError(what, patch.name, found=found, next_step=step)
     if not git.changed("--cached", "HEAD"):
         what = f"{label} contains a patch already; no branch was made"
