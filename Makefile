@@ -280,9 +280,7 @@ verify-cuda: $(LOCKED) #> Build the CUDA wheels twice: the same bytes, base plus
 	done
 	diff -r $(MADE)/verify-cuda/one/wheels $(MADE)/verify-cuda/two/wheels
 	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm $(PLACES)
-	$(PY) -c 'from harness.checkpoint import make_checkpoint; make_checkpoint("$(MADE)/verify-cuda/checkpoint")'
-	$(PY) -m tools --on $(LINE) wheel compiled $(MADE)/verify-cuda/one/wheels/*.whl \
-		--checkpoint $(MADE)/verify-cuda/checkpoint $(PLACES)
+	$(PY) -m tools --on $(LINE) wheel compiled $(MADE)/verify-cuda/one/wheels/*.whl $(PLACES)
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
 .PHONY: release

@@ -419,35 +419,20 @@ def status(toy: Toy, offline: bool = True) -> dict[str, str]:
     return said
 
 
-def test_an_applied_series_is_all_there_and_clean(toy: Toy, index: Index) -> None:
+def test_an_applied_series_has_not_drifted(toy: Toy, index: Index) -> None:
     before = toy.everything()
     said = status(toy, offline=False)
     assert said["pin"].startswith(f"vLLM {VERSION}, v{VERSION}, commit cccccc")
     assert said["newest"] == f"{VERSION}, the pinned one"
     assert said["series"].startswith("3 patches, fingerprint ")
-    assert said["applied"] == f"3 of 3 patches as they are, in {toy.tree}"
-    assert said["drift"] == "none"
+    assert said["applied"] == f"in {toy.tree}"
     assert "records" not in said
-    for name in NAMES:
-        assert re.fullmatch(r"\+\d+ +-\d+ +\d+ files? +applied +Pending", said[name])
     index.withdrawn.add("vllm-9.9.9.tar.gz")
     for version in ("9.8.8", "9.8.10", "9.9.0rc1", "9.9.9", "1.0.0"):
         index.publish(version, TREE, wheels=False)
     assert status(toy, offline=False)["newest"] == "9.8.10, 2 releases after the pinned one"
     assert status(toy)["newest"] == "unknown: not asked"
     assert toy.everything() == before
-
-
-def test_lines_that_a_later_patch_changes_are_counted(toy: Toy) -> None:
-    before = status(toy)["churn"]
-    assert before.startswith("0 of ")
-    envs = toy.tree / "vllm" / "envs.py"
-    envs.write_text("FIRST = 1\nSECOND = 2\n" + envs.read_text())
-    git(toy.tree, "commit", "--all", "--message=Add settings")
-    envs.write_text(envs.read_text().replace("SECOND = 2", "SECOND = 3"))
-    git(toy.tree, "commit", "--all", "--message=Change one")
-    after = status(toy)["churn"].split()
-    assert (int(after[0]), int(after[2])) == (1, int(before.split()[2]) + 3)
 
 
 def test_records_of_another_series_are_named(toy: Toy) -> None:
@@ -461,24 +446,23 @@ def test_records_of_another_series_are_named(toy: Toy) -> None:
     assert status(toy)["records"] == "of another series: line/both.md, old.md"
 
 
-def they(toy: Toy) -> None:
-    toy.edit_patch(NAMES[1], "Rows are", "They are")
-
-
 @pytest.mark.parametrize(
     ("do", "topic", "said"),
     [
         (lambda toy: shutil.rmtree(toy.tree), "applied", "no: there is no build tree.*"),
-        (lambda toy: shutil.rmtree(toy.tree), NAMES[0], ".*not applied.*"),
         (other_pin, "applied", ".*belongs to another pin.*"),
-        (lambda toy: toy.do("series", "apply", "--before", NAMES[2]), "applied", "2 of 3 patch.*"),
-        (lambda toy: toy.do("series", "apply", "--before", NAMES[2]), NAMES[2], ".*not applied.*"),
-        (Toy.mine, "drift", re.escape(f"1 commit not exported: {MINE}")),
-        (Toy.dirty, "drift", "1 file changed and not committed in the build tree"),
-        (all_rows, NAMES[1], ".*differs.*"),
-        (they, NAMES[1], ".*differs.*"),
-        (they, "drift", "the patches changed since the apply"),
-        (lambda toy: toy.edit_patch(NAMES[0], "@@ -7,7", "@@ -7,9"), NAMES[0], ".*be read.*"),
+        (
+            lambda toy: toy.do("series", "apply", "--before", NAMES[2]),
+            "applied",
+            ".*not the serie.*",
+        ),
+        (Toy.mine, "applied", re.escape(f"1 commit not exported: {MINE}").join((".*", ".*"))),
+        (Toy.dirty, "applied", ".*1 file changed and not committed in the build tree.*"),
+        (
+            lambda toy: toy.edit_patch(NAMES[1], "Rows are", "They are"),
+            "applied",
+            ".*not the seri.*",
+        ),
         (lambda toy: (toy.patches / NAMES[0]).unlink(), "series", "cannot be read: the list.*"),
     ],
 )
@@ -493,4 +477,4 @@ def test_without_an_answer_the_newest_release_is_unknown(
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")
     said = status(toy, offline=False)
     assert said["newest"].startswith("unknown: the package index")
-    assert said["drift"] == "none"
+    assert said["applied"] == f"in {toy.tree}"

@@ -11,15 +11,12 @@ from packaging.version import Version
 from tools.common.cli import ToolError, add_flag, count
 from tools.common.git import Git
 from tools.common.pin import Project, lines
-from tools.series.export import draft_series
 from tools.series.series import Series, fingerprint, read_series
-from tools.series.tree import BASE_REF, open_tree, read_record, unaccounted
+from tools.series.tree import open_tree, read_record, record, unaccounted
 from tools.source.fetch import Index, releases
 
-PACKAGE = "vllm"
 # As "series: 0123456789abcdef" or "series of 3 patches (`0123456789abcdef`)".
 _STATED = re.compile(r"\bseries\b.{0,60}?\b([0-9a-f]{16})\b", re.IGNORECASE)
-APPLIED, CHANGED, ABSENT = "applied", "differs", "not applied"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +25,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Show the state of the series on one screen: pin, newest release, every patch with its
-    upstream status, what is applied, what drifted. Names records of another series. Works without
-    a network: then the newest release is unknown."""
+    """Show the state of the series: pin, newest release, what is applied, what drifted. Names
+    records of another series. Works without a network: then the newest release is unknown.
+    patches/<line>/README.md lists the patches."""
     if arguments.table:
         print(table(project), end="")
         return
@@ -39,7 +36,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 
 def report(project: Project, offline: bool) -> Iterator[tuple[str, str]]:
-    """Topics and texts, then the patches; a problem with one does not hide the others."""
+    """Topics and texts; a problem with one does not hide the others."""
     pin = project.pin
     yield "pin", f"vLLM {pin.version}, {pin.git_tag}, commit {pin.commit}"
     yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
@@ -51,28 +48,13 @@ def report(project: Project, offline: bool) -> Iterator[tuple[str, str]]:
         return
     number = count(len(series), "patch", "patches")
     yield "series", f"{number}, fingerprint {fingerprint(series, pin)[:16]}..."
-    states: dict[str, str] = {}
     try:
-        git = open_tree(project)
+        drift = "; ".join(_drift(open_tree(project), project, series))
+        yield "applied", f"in {project.tree}, but {drift}" if drift else f"in {project.tree}"
     except ToolError as error:
         yield "applied", f"no: {error.what} ({project.tree})"
-    else:
-        states = _states(git, series)
-        same = list(states.values()).count(APPLIED)
-        yield "applied", f"{same} of {number} as they are, in {project.tree}"
-        yield "churn", _churn(git)
-        yield "drift", "; ".join(_drift(git, project, series)) or "none"
     if old := old_records(project):
         yield "records", f"of another series: {', '.join(old)}"
-    width = max((len(patch.name) for patch in series), default=0)
-    for patch in series:
-        state = states.get(patch.name, ABSENT)
-        try:
-            files = count(len(patch.diff), "file")
-            size = f"+{patch.diff.added:<5} -{patch.diff.removed:<5} {files:<8}"
-        except ToolError as error:
-            size, state = "?", error.what
-        yield f"{patch.name:<{width}}", f"{size}  {state}  {patch.status}"
 
 
 def table(project: Project) -> str:
@@ -114,40 +96,11 @@ def old_records(project: Project) -> list[str]:
     return found
 
 
-def _states(git: Git, series: Series) -> dict[str, str]:
-    """Whether each commit is what its patch gives, by the name of the patch."""
-    known = {patch.name: patch.data for patch in series}
-    try:
-        drafts = draft_series(git, git.commits("--no-merges", f"{BASE_REF}..HEAD"), series)
-    except ToolError:  # two commits of one name: the export says so
-        return {}
-    return {p.name: APPLIED if known.get(p.name) == p.data else CHANGED for p in drafts}
-
-
-def _churn(git: Git) -> str:
-    """How many of the lines that patches add to vLLM, later patches change or remove."""
-    options = ("--no-merges", "--no-renames", "--numstat", "--format=%x00")
-    said = git.text("log", *options, f"{BASE_REF}..HEAD", "--", PACKAGE)
-    counts = (re.findall(r"^(\d+)\t", commit, re.MULTILINE) for commit in said.split("\0"))
-    added = [sum(map(int, numbers)) for numbers in counts]
-    names = git.changed("--diff-filter=d", BASE_REF, "HEAD", "--", PACKAGE)
-    blame = (git.text("blame", "-s", f"{BASE_REF}..HEAD", "--", name) for name in names)
-    # Lines of the base are marked with a caret.
-    remain = sum(not line.startswith("^") for text in blame for line in text.splitlines())
-    lost = sum(added) - remain
-    share = f"{lost / remain:.1%}" if remain else "none"
-    return (
-        f"{lost} of {count(sum(added), 'line')} that patches add to {PACKAGE}/ do not remain, "
-        f"{share} of those that do; a patch adds at most {max(added)}"
-    )
-
-
 def _drift(git: Git, project: Project, series: Series) -> Iterator[str]:
     if dirt := git.dirt():
         yield f"{count(len(dirt), 'file')} changed and not committed in the build tree"
     if lost := unaccounted(git):
         subjects = ", ".join(git.log(commit, "%s") for commit in lost)
         yield f"{count(len(lost), 'commit')} not exported: {subjects}"
-    record = read_record(git)
-    if record and not record.startswith(fingerprint(series, project.pin)):
-        yield "the patches changed since the apply"
+    if read_record(git) != record(git, series, project.pin):
+        yield "it is not the series as it is now"
