@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures route replay: trainers with and without the routes of the server that sampled.
+"""Measures route replay: a trainer with and without the routes of the server that sampled.
 
     python -m demos.replay [--out DIR] [--router-std S]
 
-vLLM samples in float32; a trainer computes the log-probs of the same tokens in bfloat16, once with
-experts of its own choice and once with the server's. Trainers are a Hugging Face model, the same
-sharded with FSDP2, and, where its environment is made, with megatron-core's MoE layers:
-
-    make client-venvs CLIENTS=megatron-core
+vLLM samples in float32; a Hugging Face model computes the log-probs of the same tokens in bfloat16,
+once with experts of its own choice and once with the server's.
 
 Exit status: 0 replay is nearer; 1 failed, with the reason in one sentence; 2 wrong arguments; 130
 or 143 ended by Ctrl-C or SIGTERM.
@@ -20,7 +17,6 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +28,6 @@ from demos import program
 from demos.program import Failure
 from examples.client import Completion, generate
 from harness import text
-from harness.process import Kept
 
 # A small Qwen3-MoE. Its weights are bfloat16 numbers, as published ones are: server and trainer
 # have equal weights and differ only in how they compute.
@@ -54,12 +49,6 @@ SAMPLING: dict[str, Any] = {
     # The server's log-probs are then those of the distribution that it sampled from.
     "temperature": 1.0,
     "logprobs": 0,
-}
-ROOT = Path(__file__).resolve().parents[2]
-# Programs of trainers, `with_<name>`, and the Python of their environments.
-PROGRAMS = {
-    "fsdp": Path(sys.executable),
-    "megatron": ROOT / "build" / "clients" / "megatron-core" / "bin" / "python",
 }
 SERVER = ["--enable-return-routed-experts", "--routed-experts-opt-in", "--max-num-seqs=32"]
 
@@ -86,27 +75,19 @@ def _compare(args: argparse.Namespace, console: Console) -> None:
             completions = _sample(server.url, checkpoint, console)
         model = loading.result()
 
-    from demos.replay import mismatch, picture, report, trainers
+    import torch
+
+    from demos.replay import mismatch, picture, report
 
     with console.status("computing log-probs in float32"):
         control = mismatch.measure(model, completions, replayed=False)
-    trainers.prepare(out, model, completions)
     with console.status("computing log-probs in bfloat16, without and with the server's routes"):
-        first = trainers.train(f"transformers {version('transformers')}", trainers.load, out)
-    trained = [first]
-    for name, python in PROGRAMS.items():
-        if python.exists():
-            with console.status(f"the same in demos.replay.with_{name}"):
-                run_trainer(name, out)
-            trained.append(trainers.read(out, name))
-        else:
-            console.print(f"[bold]not run[/]     with_{name}: `make replay` needs {python}")
-    result = report.Result(completions, args.router_std, control, trained)
-    title = "Distance of a trainer's log-probs from the server's, "
-    title += f"{control.deltas.size:,} sampled tokens"
+        model = mismatch.load(checkpoint, torch.bfloat16)
+        plain = mismatch.measure(model, completions, replayed=False)
+        replayed = mismatch.measure(model, completions, replayed=True)
+    result = report.Result(completions, args.router_std, control, plain, replayed)
     console.print()
-    console.print(report.table(title, *report.ways(result)))
-    console.print(report.table("Every trainer", *report.trainers(result)))
+    console.print(report.table(result))
     console.print(f"[bold]{report.verdict(result)}[/]")
     record_file.write_text(report.record(result))
     with console.status("drawing"):
@@ -115,7 +96,7 @@ def _compare(args: argparse.Namespace, console: Console) -> None:
     if faults := report.faults(result):
         raise Failure("; ".join(faults))
     console.print(
-        f"[bold green]PASSED[/]  replay is {first.gain} times nearer to the server's log-probs "
+        f"[bold green]PASSED[/]  replay is {result.gain} times nearer to the server's log-probs "
         f"({time.monotonic() - began:.0f} s)"
     )
 
@@ -124,36 +105,9 @@ def _load(checkpoint: Path) -> Any:
     """The trainer's model in float32."""
     import torch
 
-    from demos.replay import trainers
+    from demos.replay import mismatch
 
-    return trainers.load(checkpoint, torch.float32)
-
-
-def run_trainer(name: str, folder: Path) -> None:
-    """Run the program of a trainer.
-
-    Args:
-        name: key of `PROGRAMS`.
-        folder: see `trainers`.
-
-    Raises:
-        Failure: it failed; the text has its first error.
-    """
-    log = folder / f"{name}.log"
-    command = [
-        str(PROGRAMS[name]),
-        "-W",
-        "ignore",
-        "-m",
-        f"demos.replay.with_{name}",
-        str(folder.resolve()),
-    ]
-    with Kept(command, log, {"CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT) as trainer:
-        while trainer.poll() is None:
-            time.sleep(0.1)
-        if trainer.poll():
-            why = trainer.first_error() or trainer.last_line()
-            raise Failure(f"demos.replay.with_{name} failed: {why} (log: {log})")
+    return mismatch.load(checkpoint, torch.float32)
 
 
 def _sample(url: str, checkpoint: Path, console: Console) -> list[Completion]:
@@ -184,8 +138,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = program.arguments(
         "demos.replay",
         "Sample from a small random MoE model with the installed vLLM in float32, and "
-        "compare its log-probs with trainers' in bfloat16, without and with its routes. "
-        "`make client-venvs CLIENTS=megatron-core` makes the environment of one of them.",
+        "compare its log-probs with a trainer's in bfloat16, without and with its routes.",
         out="build/replay",
     )
     parser.add_argument(

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,6 @@ from examples.replay import OWN, pad_routes, replay
 
 BATCH = 16  # sequences of one forward pass
 RESAMPLES = 10_000
-
-# From a model, a batch, the number of tokens of each of its sequences with padding, and whether the
-# server's experts are taken: makes the model's passes inside take them, and yields, by MoE layer,
-# (B * T, k) the experts that the model itself would have taken.
-Replaying = Callable[
-    [Any, Sequence[Completion], int, bool], AbstractContextManager[Mapping[int, torch.Tensor]]
-]
-Gradients = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -95,39 +87,33 @@ class Gain:
         return f"{self.times:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-@contextmanager
-def in_transformers(
-    model: Any, batch: Sequence[Completion], length: int, replayed: bool
-) -> Iterator[Mapping[int, torch.Tensor]]:
-    """`Replaying` in a Hugging Face model."""
-    routes = pad_routes(batch, length)
-    if not replayed:
-        routes.fill_(OWN)
-    with replay(model, routes, batch[0].moe_layers) as own:
-        yield own
+def load(checkpoint: Path, dtype: torch.dtype) -> Any:
+    """The Hugging Face model."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, local_files_only=True
+    ).eval()
 
 
-def measure(
-    model: Any,
-    completions: Sequence[Completion],
-    *,
-    replayed: bool,
-    replaying: Replaying = in_transformers,
-) -> Mismatch:
+def measure(model: Any, completions: Sequence[Completion], *, replayed: bool) -> Mismatch:
     """Compute log-probs of the sampled tokens as a trainer does, from whole sequences.
 
     Args:
-        model: a causal-LM model called as those of `transformers`, in the dtype it trains in.
+        model: a causal-LM model of `transformers`, in the dtype it trains in.
         completions: with log-probs, sampled at temperature 1.
         replayed: whether it takes the server's experts or chooses itself.
-        replaying: the model's replay.
     """
     found = Mismatch([], [])
     for begin in range(0, len(completions), BATCH):
         batch = completions[begin : begin + BATCH]
-        tokens = pad(batch)
-        # Not `inference_mode`: sharded parameters are gathered into storage that is used again.
-        with torch.no_grad(), replaying(model, batch, tokens.shape[1], replayed) as own:
+        sequences = [torch.tensor(c.prompt + c.token_ids) for c in batch]
+        tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        routes = pad_routes(batch, tokens.shape[1])
+        if not replayed:
+            routes.fill_(OWN)
+        with torch.inference_mode(), replay(model, routes, batch[0].moe_layers) as own:
             # Attention is causal: padding on the right reaches no token before it.
             logprobs = model(tokens, use_cache=False).logits.float().log_softmax(dim=-1)
         for i, (completion, found_logprobs) in enumerate(
@@ -161,12 +147,6 @@ def draw(count: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
 
 
-def pad(batch: Sequence[Completion]) -> torch.Tensor:
-    """(B, T) int64: prompts and sampled tokens, padded on the right."""
-    sequences = [torch.tensor(c.prompt + c.token_ids) for c in batch]
-    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-
-
 def sampled(
     logprobs: torch.Tensor, batch: Sequence[Completion], tokens: torch.Tensor
 ) -> list[torch.Tensor]:
@@ -177,17 +157,6 @@ def sampled(
         row[first : first + len(completion.token_ids)]
         for row, first, completion in zip(following, firsts, batch, strict=True)
     ]
-
-
-def read_gradients(model: Any) -> Gradients:
-    """By parameter, zero where none was computed; those of a sharded model whole."""
-    grads = {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
-    }
-    return {
-        n: g.full_tensor() if hasattr(g, "full_tensor") else g.detach().clone()
-        for n, g in grads.items()
-    }
 
 
 def _differs(

@@ -30,13 +30,12 @@ def draw(path: Path, result: Result) -> None:
         path: the file; its folder exists.
         result: what to show; the close-up is of its first completion.
     """
-    plain, replayed = result.first.plain, result.first.replayed
+    plain, replayed = result.plain, result.replayed
     layers = plain.differs[0].shape[1]
     width, left, right = 15.0, 0.065, 0.975
     # Heights in inches, from the top.
     title, clouds, gap, stems, strip, foot = 1.75, 3.7, 1.35, 2.0, 0.2 * layers, 0.65
-    every = 0.42 * len(result.trained)
-    height = title + clouds + gap + stems + strip + gap + every + foot
+    height = title + clouds + gap + stems + strip + foot
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), dpi=120, facecolor=PAPER)
 
@@ -48,13 +47,13 @@ def draw(path: Path, result: Result) -> None:
 
         figure.text(
             left, 1 - 0.4 / height, "Replaying the server's routes brings a trainer "
-            f"{result.first.gain.times:.1f} times nearer", size=21, weight="bold", va="center",
+            f"{result.gain.times:.1f} times nearer", size=21, weight="bold", va="center",
         )  # fmt: skip
         figure.text(
             left, 1 - 0.92 / height, f"{plain.deltas.size:,} tokens that vLLM sampled in float32 "
             f"from a small random Qwen3-MoE, and the log-probs that transformers gives "
             f"them in bfloat16.\nMean distance {plain.mean:.4f} without replay, "
-            f"{replayed.mean:.4f} with it (times nearer: {result.first.gain}, 95 % interval). "
+            f"{replayed.mean:.4f} with it (times nearer: {result.gain}, 95 % interval). "
             f"In float32 it is {result.control.mean:.0e} without replay.",
             size=11, color=SOFT, va="center", linespacing=1.5,
         )  # fmt: skip
@@ -64,7 +63,6 @@ def draw(path: Path, result: Result) -> None:
         _tails(axes(title, clouds, 0.72, 1), plain, replayed)
         _stems(axes(title + clouds + gap, stems), result)
         _strip(axes(title + clouds + gap + stems + 0.08, strip), result)
-        _trainers(axes(height - foot - every, every, 0.14), result)
         figure.savefig(path, facecolor=PAPER)
         plt.close(figure)
 
@@ -72,7 +70,7 @@ def draw(path: Path, result: Result) -> None:
 def _cloud(axis: Axes, result: Result, way: Mismatch, limit: float) -> None:
     """Every sampled token: the difference over the server's log-prob, in colour where routes
     differ."""
-    replayed = way is result.first.replayed
+    replayed = way is result.replayed
     colour = REPLAYED if replayed else OWN
     x = np.concatenate([c.logprobs for c in result.completions])
     parts = [_routed_otherwise(result, i).any(axis=1) for i in range(len(result.completions))]
@@ -115,8 +113,7 @@ def _tails(axis: Axes, plain: Mismatch, replayed: Mismatch) -> None:
 def _stems(axis: Axes, result: Result) -> None:
     """The difference at each sampled token of the first completion, both ways."""
     tokens = np.arange(len(result.completions[0].token_ids))
-    first = result.first
-    for way, colour, shift in ((first.plain, OWN, -0.17), (first.replayed, REPLAYED, 0.17)):
+    for way, colour, shift in ((result.plain, OWN, -0.17), (result.replayed, REPLAYED, 0.17)):
         axis.bar(tokens + shift, way.delta[0], width=0.34, color=colour)
     axis.axhline(0, color=INK, linewidth=0.8)
     axis.set_xlim(-0.7, len(tokens) - 0.3)
@@ -153,32 +150,11 @@ def _strip(axis: Axes, result: Result) -> None:
     )
 
 
-def _trainers(axis: Axes, result: Result) -> None:
-    """The mean distance of each trainer with its interval, both ways."""
-    for place, trainer in enumerate(result.trained):
-        for way, colour in ((trainer.plain, OWN), (trainer.replayed, REPLAYED)):
-            low, high = way.interval
-            axis.plot([low, high], [place, place], color=colour, linewidth=3, alpha=0.45)
-            axis.plot(way.mean, place, "o", color=colour, markersize=7)
-        axis.annotate(
-            f"{trainer.gain} times nearer", (1, place),
-            (-4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
-            ha="right", va="center", color=SOFT, size=10,
-        )  # fmt: skip
-    axis.set_xlim(0, 1.35 * max(t.plain.interval[1] for t in result.trained))
-    axis.set_ylim(len(result.trained) - 0.5, -0.5)
-    axis.set_yticks(range(len(result.trained)), [t.name for t in result.trained])
-    axis.tick_params(axis="y", length=0)
-    axis.grid(axis="x", color=FAINT)
-    axis.set_xlabel("mean distance, with its 95 % interval over completions")
-    _heading(axis, "Every trainer, with its own routes and with the server's")
-
-
 def _routed_otherwise(result: Result, index: int) -> npt.NDArray[np.bool_]:
     """(O, M) for one completion: where the trainer's own choice differs. The log-prob of a
     sampled token comes from the pass of the token before, so its routes are compared."""
     completion = result.completions[index]
-    return result.first.plain.differs[index][len(completion.prompt) - 1 - completion.start :]
+    return result.plain.differs[index][len(completion.prompt) - 1 - completion.start :]
 
 
 def _heading(axis: Axes, heading: str, colour: str = INK) -> None:
