@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build/bench"
 
@@ -107,15 +105,9 @@ def tell(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def family(pid: int | None = None) -> list[psutil.Process]:
-    """A process, or this one, and its descendants."""
-    first = psutil.Process(pid)
-    return [first, *first.children(recursive=True)]
-
-
-def read_peak(process: int | str = "self") -> int:
-    """The most bytes of memory that a process has had."""
-    status = Path(f"/proc/{process}/status").read_text()
+def read_peak() -> int:
+    """The most bytes of memory that this process has had."""
+    status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 

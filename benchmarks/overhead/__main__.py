@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -39,8 +38,6 @@ from harness.shapes import MODELS, model_config
 END_S = 15.0
 # A turn that takes longer hangs.
 TURN_S = 90.0
-# Seconds reserved for counting kernels, per mode of an engine.
-KERNELS_S = 12.0
 
 
 def turns_of(
@@ -68,7 +65,6 @@ class Bench:
         self.variants = read_variants(arguments.engine, read_builds(arguments.build))
         self.start_number = len(records.of("start")) + 1
         self.engines: list[Engine] = []
-        self.on_gpu = False
         # Seconds of the last round by load, and of all rounds since the start.
         self.cost: dict[str, float] = {}
         self.spent = dict.fromkeys(self.loads, 0.0)
@@ -112,7 +108,6 @@ class Bench:
                 kind = engine.variant
                 told = engine.hear(max(5.0, self.left()))
                 tell(f"{kind.name}: {told['vllm']}, ready after {time.monotonic() - began:.0f} s")
-                self.on_gpu = bool(told["gpu"])
                 named = {"name": kind.name, "build": kind.build.name, "flag": kind.flag}
                 started.append(named | told)
             self.records.add(
@@ -141,11 +136,8 @@ class Bench:
         told = []
         for index, mode in turns:
             engine = self.engines[index]
-            others = [e for e in self.engines if e is not engine]
-            before = [e.cpu_seconds() for e in others]
             limit = max(10.0, min(TURN_S, self.left()))
             result = engine.ask("run", limit, load=name, mode=mode, number=number)
-            idle = sum(e.cpu_seconds() - b for e, b in zip(others, before, strict=True))
             self.records.add(
                 {
                     "kind": "turn",
@@ -156,7 +148,6 @@ class Bench:
                     "engine": engine.variant.name,
                     "mode": mode,
                     **result,
-                    "idle_cpu_s": round(idle, 3),
                     **read_gpu(),
                 }
             )
@@ -170,9 +161,8 @@ class Bench:
         of its share of the time."""
         names = [variant.name for variant in self.variants]
         wanted = self.arguments.rounds
-        reserve = KERNELS_S * sum(len(self.kernel_modes(v.flag)) for v in self.variants)
         for name in self.loads:
-            if self.left() < reserve:
+            if self.left() < 0:
                 return
             self.round(name, 0)
         done = self.records.rounds(names)
@@ -180,7 +170,7 @@ class Bench:
             open_loads = [
                 name
                 for name in self.loads
-                if done.get(name, 0) < wanted and self.cost[name] * 1.1 < self.left() - reserve
+                if done.get(name, 0) < wanted and self.cost[name] * 1.1 < self.left()
             ]
             if not open_loads:
                 break
@@ -189,36 +179,6 @@ class Bench:
             self.round(name, number)
             self.spent[name] += self.cost[name]
             done[name] = number
-
-    def kernel_modes(self, flag: str) -> list[str]:
-        """Modes whose kernels are counted: the profile is of one request, which asks or not. A CPU
-        has no kernels."""
-        if not (self.on_gpu and self.arguments.kernels):
-            return []
-        if flag != "opt-in":
-            return [flag]
-        return list(self.arguments.modes)
-
-    def finish(self) -> None:
-        """Record memory, and kernels if there is time. Nothing is timed afterwards: a profiler that
-        once ran may slow down launches."""
-        ends: dict[str, Any] = {
-            engine.variant.name: {"memory": engine.ask("memory", 30.0)} for engine in self.engines
-        }
-        for engine in self.engines:
-            modes = self.kernel_modes(engine.variant.flag)
-            if self.left() < KERNELS_S * len(modes) / 2:
-                tell(f"no time to count the kernels of {engine.variant.name}")
-                modes = []
-            if not modes:
-                continue
-            try:
-                told = engine.ask("kernels", max(10.0, self.left()), modes=modes)
-            except Failure as failure:
-                tell(f"kernels not counted: {failure}")
-                continue
-            ends[engine.variant.name]["kernels"] = told
-        self.records.add({"kind": "end", "start": self.start_number, "engines": ends})
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -266,9 +226,6 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--together", action="store_true", help="start engines at once instead of in turn"
     )
-    parser.add_argument(
-        "--no-kernels", dest="kernels", action="store_false", help="do not count kernels"
-    )
     arguments = parser.parse_args(words)
     loads = loads_of(arguments.model)
     arguments.loads = arguments.loads or list(loads)
@@ -311,7 +268,6 @@ def main() -> int:
             stack.enter_context(bench.running())
             try:
                 bench.measure()
-                bench.finish()
             finally:
                 # Before the engines are stopped, which takes seconds.
                 if records.of("turn"):

@@ -14,9 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.common import ROOT, Failure, family
+from benchmarks.common import ROOT, Failure
 from benchmarks.overhead.builds import Variant
 from harness.process import QUIET, Kept
 
@@ -116,16 +114,6 @@ class Engine:
             self._connection.send({"do": do, **arguments})
         except OSError as error:
             raise Failure(self._told(f"is gone: {error}")) from error
-
-    def cpu_seconds(self) -> float:
-        """Processor seconds of all its processes so far."""
-        total = 0.0
-        with contextlib.suppress(psutil.Error):
-            for process in family(self.process.pid)[1:]:
-                with contextlib.suppress(psutil.Error):
-                    times = process.cpu_times()
-                    total += times.user + times.system
-        return total
 
     def _look(self, ends: float) -> None:
         if self.process.poll() is not None:

@@ -7,7 +7,7 @@ import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -208,23 +208,6 @@ def spreads(records: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
-def ends_of(records: Sequence[Record]) -> tuple[list[list[str]], list[list[str]]]:
-    """Rows of the tables of kernels and of memory, from the last start that has them."""
-    kernels: dict[Label, list[str]] = {}
-    memory: dict[str, list[str]] = {}
-    by_name = {engine["name"]: engine for engine in engines_of(records)}
-    ends = [end for r in records if r["kind"] == "end" for end in r["engines"].items()]
-    for name, end in ends:
-        gib = {key: f"{count / 2**30:.2f}" for key, count in end["memory"].items()}
-        memory[name] = [name, *(gib.get(k, "") for k in ("gpu_allocated", "gpu_reserved", "host"))]
-        counted = end.get("kernels", {"steps": {}})
-        for mode, step in counted["steps"].items():
-            numbers = [f"{step[key]:g}" for key in ("kernels", "copies")]
-            label = in_words((name, mode), by_name[name])
-            kernels[name, mode] = [label, *numbers, counted["idle"]]
-    return list(kernels.values()), list(memory.values())
-
-
 def costs(found: Sequence[Comparison]) -> str:
     """What each engine and mode costs, as a table."""
     return table(
@@ -253,11 +236,9 @@ def checks(records: Sequence[Record]) -> list[str]:
     for load, rounds in timed(records).items():
         same = [len({turn["tokens"] for turn in r.values()}) == 1 for r in rounds.values()]
         equal.append(f"{load} {sum(same)} of {len(same)}")
-    idle = sum(t["idle_cpu_s"] for t in turns) / sum(t["seconds"] for t in turns)
     parts = [
         "## Checks\n",
         f"- Rounds in which every engine and mode returned the same tokens: {'; '.join(equal)}.\n"
-        f"- Engines that wait use {100 * idle:.2f} % of one core together.\n"
         "- Every request that asked got a row for every token but the last; no other got any.\n",
     ]
     if clocks := sorted(t["mhz"] for t in turns if "mhz" in t):
@@ -304,8 +285,8 @@ def report_text(records: Sequence[Record]) -> str:
     ]
     if any("not decided" in c.verdict for c in found):
         parts.append(
-            "Where noise leaves a verdict open, look at the step's microseconds and at the "
-            "kernels: they depend less on what else the machine does.\n"
+            "Where noise leaves a verdict open, look at the step's microseconds: they depend less "
+            "on what else the machine does.\n"
         )
     if len(starts) > 1:
         parts += [
@@ -328,52 +309,11 @@ def report_text(records: Sequence[Record]) -> str:
             spreads(records),
         ),
     ]
-    kernels, memory = ends_of(records)
-    if kernels:
-        parts += [
-            "## Kernels of a decode step\n",
-            "Of one request, from torch's profiler, and what runs in a second in which the engine "
-            "has nothing to do.\n",
-            table("Engine | Kernels | Copies | In an idle second", kernels),
-        ]
-    if memory:
-        parts += [
-            "## Peak memory\n",
-            "On the GPU by torch's allocator, on the host the sum of the processes, GiB.\n",
-            table("Engine | GPU, allocated | GPU, reserved | Host", memory),
-        ]
     return "\n".join([*parts, *checks(records)])
 
 
 def write_report(records: Sequence[Record], out: Path) -> str:
-    """Write report.md and cost.png; returns the report's text."""
+    """Write report.md; returns its text."""
     text = report_text(records)
     (out / "report.md").write_text(text)
-    draw(comparisons(records), out / "cost.png")
     return text
-
-
-def draw(found: Sequence[Comparison], out: Path) -> None:
-    """Draw a picture of what has an interval, load by load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    decided = [c for c in found if c.seconds.percent is not None]
-    figure, axis = plt.subplots(figsize=(8, 1 + 0.3 * len(decided)))
-    colors = {load: f"C{i}" for i, load in enumerate({c.load: None for c in decided})}
-    for y, c in enumerate(decided):
-        percent, low, high = astuple(c.seconds)[1:]
-        axis.errorbar(
-            percent, y, xerr=[[percent - low], [high - percent]], fmt="o", color=colors[c.load]
-        )
-        if c.target is not None:
-            axis.plot(c.target, y, "|", color="black", markersize=12)
-    axis.set_yticks(range(len(decided)), [f"{c.load}: {c.label} / {c.reference}" for c in decided])
-    axis.invert_yaxis()
-    axis.axvline(0, color="grey", linewidth=1)
-    axis.set_xlabel("% more time, 95 % interval; bars: what it may cost")
-    axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(out, dpi=110)

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -25,13 +24,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import family, read_peak
 from benchmarks.overhead.loads import MODES, Load, loads_of
-from benchmarks.overhead.probe import kernels_of_a_step
 from harness.shapes import model_config, write_model
 
-# Output tokens of the two profiled requests; the difference is a number of steps.
-FEW, MANY = 8, 24
+
+def settle() -> None:
+    """Collect garbage, and exempt the remaining objects from later collections."""
+    gc.collect()
+    gc.freeze()
+
+
+class Settled:
+    """Mixed into vLLM's worker."""
+
+    def settle(self) -> None:
+        settle()
 
 
 class Engine:
@@ -48,6 +55,7 @@ class Engine:
         import torch
         import vllm
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), self.settings["model"], self.settings["layers"])
@@ -55,7 +63,7 @@ class Engine:
                 folder,
                 load_format="dummy",
                 skip_tokenizer_init=True,
-                worker_extension_cls="benchmarks.overhead.probe.Probe",
+                worker_extension_cls="benchmarks.overhead.worker.Settled",
                 **self.settings["options"],
             )
         step = self.llm.llm_engine.step
@@ -70,7 +78,7 @@ class Engine:
         return {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
-            "gpu": self.llm.collective_rpc("probe_device")[0],
+            "gpu": current_platform.get_device_name() if current_platform.is_cuda() else "",
         }
 
     def _forget(self) -> None:
@@ -120,10 +128,9 @@ class Engine:
         # Warms the GPU and the caches after the turn of another engine.
         self._generate([[11] * 256], [False if mode in MODES else None], 8)
         # Every round begins with an empty prefix cache: engines take turns with the same prompts.
-        self.llm.collective_rpc("probe_settle")
+        self.llm.collective_rpc("settle")
         self._forget()
-        gc.collect()
-        gc.freeze()
+        settle()
         gc.disable()
         digest = hashlib.sha256()
         rows = rows_bytes = cached = 0
@@ -164,31 +171,6 @@ class Engine:
             "cached_tokens": cached,
         }
 
-    def memory(self) -> dict[str, Any]:
-        """Peak bytes on the GPU, and in the host's memory, summed over the processes."""
-        host = sum(read_peak(process.pid) for process in family())
-        return {"host": host, **self.llm.collective_rpc("probe_memory")[0]}
-
-    def kernels(self, modes: list[str]) -> dict[str, Any]:
-        """Kernels and copies of a decode step of one request by mode, and of an idle second."""
-
-        def count(ask: bool | None, max_tokens: int) -> Counter[str]:
-            self._forget()
-            self.llm.collective_rpc("probe_profile_start")
-            self._generate([[11] * 16], [ask], max_tokens)
-            return Counter(self.llm.collective_rpc("probe_profile_stop")[0])
-
-        steps: dict[str, Any] = {}
-        for mode in modes:
-            ask = {"silent": False, "all": True}.get(mode)
-            count(ask, FEW)  # warms up
-            few, many = count(ask, FEW), count(ask, MANY)
-            steps[mode] = kernels_of_a_step(few, many, MANY - FEW)
-        self.llm.collective_rpc("probe_profile_start")
-        time.sleep(1.0)
-        idle = sum(self.llm.collective_rpc("probe_profile_stop")[0].values())
-        return {"steps": steps, "idle": idle}
-
 
 def main() -> int:
     path, settings = sys.argv[1], json.loads(sys.argv[2])
@@ -202,8 +184,6 @@ def main() -> int:
     methods: dict[str, Callable[..., Any]] = {
         "start": engine.start,
         "run": engine.run,
-        "memory": engine.memory,
-        "kernels": engine.kernels,
     }
     while True:
         try:
