@@ -10,7 +10,6 @@ from unittest import mock
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -168,11 +167,3 @@ def make_worker_connector(
         return worker.AuxOutputWorkerConnector(
             vllm_config=needed, model=None, kv_cache_config=kv_cache
         )
-
-
-def kv_cache_manager(num_blocks: int, max_model_len: int) -> KVCacheManager:
-    """One of full attention, without a prefix cache."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-    config = full_attention(num_blocks, 16)
-    return KVCacheManager(config, max_model_len, hash_block_size=16, enable_caching=False)

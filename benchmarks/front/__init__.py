@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.lines import LINES, installed
+
 
 def run_engine(*arguments: Any) -> None:
+    LINES[installed()].enter()
     from benchmarks.front.server import engine
 
     engine(*arguments)
 
 
 def run_server(*arguments: Any) -> None:
+    LINES[installed()].enter()
     from benchmarks.front.server import server
 
     server(*arguments)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how long rows keep the API server's event loop busy. Needs no GPU.
 
-    python -m benchmarks.front --out benchmarks/results/v0.20.2/front-cpu.md
+    .venv-v0.33.0/bin/python -m benchmarks.front --out FILE
 
 The server is vLLM's own (FastAPI, uvicorn, AsyncLLM, output processor) in its own process. A stub
 of the engine in another process sends it tokens and random rows through the engine's sockets.
@@ -93,7 +93,7 @@ def check(answer: bytes, load: Load, asks: bool) -> None:
         choice["routed_experts"]
         for event in events
         for choice in json.loads(event.removeprefix(b"data: "))["choices"]
-        if "routed_experts" in choice
+        if choice.get("routed_experts")
     ]
     rows = sum(len(decode_rows(text)) for text in texts)
     if rows != (load.prompt + load.output - 1 if asks else 0):
@@ -146,7 +146,7 @@ class Bench:
     def run(self, load: Load, asks: bool, checked: bool) -> dict[str, float]:
         """Run a load. Returns the probe's milliseconds, the size of the answers in megabytes, and
         their duration in milliseconds."""
-        self.engine.send(load)
+        self.engine.send((load, asks))
         connections = [send_request(self.port, load, asks) for _ in range(load.requests)]
         began = receive(self.engine) if load.stalled else None
         with ThreadPoolExecutor(load.requests) as readers:

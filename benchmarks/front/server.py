@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import threading
 import time
+import typing
 from collections.abc import Sequence
+from dataclasses import MISSING
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,30 +20,66 @@ import zmq
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.entrypoints.openai.api_server import run_server_worker
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.core.routed_experts import RoutedExpertsManager
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1 import engine as messages
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
     EngineCoreRequestType,
+    FinishReason,
     UtilityOutput,
 )
-from vllm.v1.outputs import RoutedExpertsLists
-from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from benchmarks.event_loop import Probe
 from benchmarks.front.loads import Load
-from harness.scheduling import kv_cache_manager
+from benchmarks.front.probe import Probe
+from harness.lines import LINES, installed
 
 EXPERTS = 256
-BLOCK = 16
+
+
+def add_rows(message: EngineCoreOutputs, rows: np.ndarray, begin: int) -> None:
+    """Put rows into a message as the engine does: for each output equally many, one output's after
+    the other's.
+
+    Args:
+        message: with outputs of requests that ask.
+        rows: of all outputs.
+        begin: position of each output's first row.
+    """
+    count, outputs = len(rows) // len(message.outputs), len(message.outputs)
+    if hasattr(messages, "OutputRoutedExperts"):  # v0.33.0
+        ends = [count * (index + 1) for index in range(outputs)]
+        packed = messages.RoutedExpertsOutputs(rows, list(range(outputs)), ends)
+        message.outputs[0].routed_experts = messages.OutputRoutedExperts([], packed)
+        return
+    arrays = [rows]
+    pieces = [(index, begin, index * count, count) for index in range(outputs)]
+    if rows[:count].nbytes >= messages.LARGE_ROWS:
+        most = messages.MAX_ROWS_ARRAY // rows[0].nbytes
+        arrays = [rows[:0]]
+        pieces = []
+        for offset in range(0, len(rows), count):
+            for start in range(0, count, most):
+                size = min(most, count - start)
+                arrays.append(rows[offset + start : offset + start + size])
+                pieces.append((offset // count, begin + start, offset + start, size))
+    layers = tuple(range(rows.shape[1]))
+    message.routed_experts = messages.RoutedExpertsOutput(arrays, pieces, layers)
+
+
+def ready() -> EngineCoreReadyResponse:
+    """What an engine says when it has started. Its sizes change none of the server's settings."""
+    hints = typing.get_type_hints(EngineCoreReadyResponse)
+    known = {"max_model_len": 10**9, "block_size": 16, "dtype": "float32"}
+    samples = {int: 1, str: "", bool: False}
+    needed = [f.name for f in dataclasses.fields(EngineCoreReadyResponse) if f.default is MISSING]
+    return EngineCoreReadyResponse(**{n: known.get(n, samples.get(hints[n])) for n in needed})
 
 
 class Engine:
-    """The stub of the engine. The scheduler's own code packs its rows."""
+    """The stub of the engine."""
 
     def __init__(self, addresses: dict[str, str], pool: np.ndarray, parent: Connection) -> None:
         self.pool = pool
@@ -53,14 +92,13 @@ class Engine:
         self.outputs.setsockopt(zmq.SNDHWM, 0)
         self.outputs.connect(addresses["output_address"])
         self.encoder = MsgpackEncoder()
-        ready = EngineCoreReadyResponse(10**9, num_gpu_blocks=1, dp_stats_address=None)
-        self.requests.send(msgspec.msgpack.encode(ready))
+        self.requests.send(msgspec.msgpack.encode(ready()))
 
     def serve(self) -> None:
         """Run the loads that the parent announces, until the parent ends."""
         decode_request, decode = MsgpackDecoder(EngineCoreRequest), MsgpackDecoder()
-        told: list[Load] = []
-        waiting: list[EngineCoreRequest] = []
+        told: list[tuple[Load, bool]] = []
+        waiting: list[str] = []
         poller = zmq.Poller()
         poller.register(self.requests, zmq.POLLIN)
         poller.register(self.parent.fileno(), zmq.POLLIN)
@@ -75,79 +113,39 @@ class Engine:
                 kind, *frames = self.requests.recv_multipart(copy=False)
                 kind = EngineCoreRequestType(bytes(kind.buffer))
                 if kind == EngineCoreRequestType.ADD:
-                    waiting.append(decode_request.decode(frames))
+                    waiting.append(decode_request.decode(frames).request_id)
                 elif kind == EngineCoreRequestType.UTILITY:
                     _, call, method, _ = decode.decode(frames)
                     result = ("generate",) if method == "get_supported_tasks" else None
                     output = UtilityOutput(call, result=UtilityResult(result))
                     self.send(EngineCoreOutputs(utility_output=output))
-            if told and len(waiting) == told[0].requests:
+            if told and len(waiting) == told[0][0].requests:
                 # Taking requests in is not measured.
                 time.sleep(0.1)
-                self.parent.send(self.answer(told.pop(), waiting))
+                self.parent.send(self.answer(*told.pop(), waiting))
                 waiting.clear()
 
     def send(self, message: EngineCoreOutputs) -> None:
         self.outputs.send_multipart(self.encoder.encode(message), copy=False)
 
-    def answer(self, load: Load, waiting: Sequence[EngineCoreRequest]) -> float:
+    def answer(self, load: Load, asks: bool, request_ids: Sequence[str]) -> float:
         """Send all outputs of the requests. Returns the time at which this began."""
-        for sent in waiting:
-            sent.prompt_token_ids = [5] * load.prompt
-        requests = {r.request_id: Request.from_engine_core_request(r, None) for r in waiting}
-        blocks = (load.prompt + load.steps * load.tokens) // BLOCK + 1
-        kv_blocks = len(requests) * blocks + 1
-        kv_cache = kv_cache_manager(kv_blocks, blocks * BLOCK)
-        manager = RoutedExpertsManager(kv_cache)
-        manager.rows.reserve(*self.pool.shape[1:], "uint8")
-        asking = [r for r in requests.values() if manager.returns_rows(r)]
-        scheduled = SchedulerOutput.make_empty()
-        scheduled.scheduled_new_reqs = [
-            NewRequestData.from_request(
-                request, (list(range(i * blocks + 1, (i + 1) * blocks + 1)),)
-            )
-            for i, request in enumerate(asking)
-        ]
         position = 0
         began = time.monotonic()
         for number in range(load.steps):
-            if asking:
-                scheduled.step = number + 1
-                manager.on_step_scheduled(scheduled, requests)
-                scheduled.scheduled_new_reqs = []
-            for request in requests.values():
-                request.append_output_token_ids([7] * load.tokens)
-                if number == load.steps - 1:
-                    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            reason = FinishReason.LENGTH if number == load.steps - 1 else None
             outputs = [
-                EngineCoreOutput(
-                    req_id, [7] * load.tokens, finish_reason=request.get_finished_reason()
-                )
-                for req_id, request in requests.items()
+                EngineCoreOutput(request_id, [7] * load.tokens, finish_reason=reason)
+                for request_id in request_ids
             ]
             message = EngineCoreOutputs(outputs=outputs)
             end = load.prompt + (number + 1) * load.tokens - 1
-            if asking:
-                manager.update(self.rows_of(asking, position, end), number + 1)
-                for request in asking:
-                    if request.is_finished():
-                        manager.free(request)
-                manager.pack({0: message}, number + 1)
+            if asks:
+                add_rows(message, self.pool[: len(outputs) * (end - position)], position)
             self.send(message)
             position = end
             time.sleep(0.005)
         return began
-
-    def rows_of(self, requests: Sequence[Request], begin: int, end: int) -> RoutedExpertsLists:
-        """What workers return for the positions `begin` to `end` of each request."""
-        count, num_rows = len(requests), end - begin
-        return RoutedExpertsLists(
-            req_ids=[request.request_id for request in requests],
-            num_rows=np.full(count, num_rows),
-            positions=np.full(count, begin),
-            rows=self.pool[: count * num_rows],
-            moe_layers=tuple(range(self.pool.shape[1])),
-        )
 
 
 def engine(addresses: dict[str, str], shape: tuple[int, int, int], parent: Connection) -> None:
@@ -166,6 +164,7 @@ def server(
     """The server's process: `vllm serve` with the engine elsewhere, and a probe in its loop."""
     words = [f"--model={model}", "--enable-return-routed-experts", "--routed-experts-opt-in"]
     words += [f"--max-model-len={max_len}", "--disable-uvicorn-access-log"]
+    words += LINES[installed()].arguments
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     probe = Probe()
     threading.Thread(target=probe.answer, args=(parent,), daemon=True).start()

@@ -3,7 +3,6 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,6 @@ def test_too_few_rounds_conclude_nothing() -> None:
     assert "missed" not in text
 
 
-@pytest.mark.skipif(
-    find_spec("vllm.v1.core.routed_experts") is None,
-    reason="the stub of the engine packs rows with code that the patches for v0.20.2 add",
-)
 def test_it_runs(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.front", "--out", str(tmp_path / "front.md")]
     words += ["--rounds=1", "--layers=2", "--prompt=30000", "--steps=4", "--readers=2"]
