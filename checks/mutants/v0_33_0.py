@@ -139,6 +139,14 @@ MUTANTS = [
         "",
         setups="own_pass",
     ),
+    # Loads beside computations.
+    Mutant(
+        "loaded block used though another request computed it meanwhile",
+        SCHEDULER,
+        "            if max_loaded < request.num_computed_tokens:\n",
+        "            if max_loaded < 0:\n",
+        setups="meanwhile",
+    ),
     # Sharing.
     Mutant(
         "last hashes of an ended request lost",

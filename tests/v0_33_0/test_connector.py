@@ -86,6 +86,20 @@ def test_request_that_is_preempted_in_its_own_pass_gets_its_rows(
         engine.check()
 
 
+def test_request_does_not_use_loaded_blocks_that_another_one_computed_meanwhile() -> None:
+    """The rows are of the later computation, with other weights than the KV that was loaded."""
+    prompt = list(range(21))
+    with running(Setup(connector=True, num_blocks=13)) as engine:
+        engine.add(prompt, 1)
+        engine.drain()
+        engine.evict()
+        engine.runner.weights += 1
+        engine.add_of_kind(3, prompt)
+        engine.add(prompt, 3)
+        engine.drain()
+        engine.check()
+
+
 def relays(engine: Engine) -> bool:
     """Schedule a step; whether its pipeline stages send rows to each other."""
     engine.step([])

@@ -286,6 +286,10 @@ class Engine:
         for req_id, positions in began.items():
             within = req_id in scheduled.num_scheduled_tokens
             tokens = list(self.requests[req_id].all_token_ids)
+            # The blocks before the load were cached.
+            found = ids[req_id][0][: positions.start // BLOCK]
+            since = self.runner.num_steps
+            self.runner.found[req_id] = {i: (block, since) for i, block in enumerate(found)}
             steps = 0 if within else int(req_id) // 4 % 3
             self.loads[req_id] = Load(tokens, ids[req_id][0], positions, steps)
         return scheduled, ids

@@ -143,6 +143,8 @@ class Runner:
         # connector can load, and in which step it was computed.
         self.saved: dict[tuple[int, ...], np.ndarray] = {}
         self.saved_in: dict[tuple[int, ...], int] = {}
+        # By request whose KV is loaded: its cached blocks, and since when it has them.
+        self.found: dict[str, dict[int, tuple[int, int]]] = {}
         # By request: its rows, and the step in which it got each of its blocks.
         self.truth: dict[str, np.ndarray] = {}
         self.held_since: dict[str, dict[int, tuple[int, int]]] = {}
@@ -245,7 +247,7 @@ class Runner:
         """Note the rows of the request's tokens, and since when it has its blocks."""
         size, num_done = self.setup.row_block, self.num_done[req_id]
         if admitted or req_id not in self.truth:
-            self.held_since[req_id] = {}
+            self.held_since[req_id] = self.found.pop(req_id, {})
             self.truth[req_id] = np.tile(GARBAGE, (MAX_LEN + size, 1, 1))
         truth, since = self.truth[req_id], self.held_since[req_id]
         for index in range(-(-num_done // size)):
