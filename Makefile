@@ -170,11 +170,6 @@ endif
 .PHONY: client-venvs
 client-venvs: $(CLIENT_VENVS) #> Make the clients' environments (CLIENTS='verl megatron-core': these alone)
 
-.PHONY: gpu-test
-gpu-test: $(LOCKED) #> Run the tests that need a GPU, with the vLLM that is installed
-	@[ "$(call fact,tests,gpu_tests)" = true ] || { echo "error: make gpu-test does not run on $(LINE), whose capture has other functions: use make layouts, or a line whose upstream.toml says 'gpu_tests = true'" >&2; exit 1; }
-	@exec $(PY) -m pytest tests/gpu
-
 .PHONY: layouts
 layouts: $(LOCKED) #> Every parallel layout of GPUS=2, 4 or 8 on this host: rows against two oracles
 	@exec $(PY) -m gpu.layouts --gpus $(or $(GPUS),2) --out build/layouts-$(or $(GPUS),2) $(ARGS)

@@ -81,7 +81,6 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
     total = sum(results, Comparison())
     uses = report.layer_uses(rows, oracle.layers, oracle.num_experts)
     console.print()
-    console.print(report.table(uses, console.width))
     console.print(f"[bold]{report.summary(total)}[/]")
     _tell_disagreements(prompts, results, console)
     if faults := report.faults(total, uses):

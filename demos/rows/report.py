@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Use of the experts per layer, the table and the verdict."""
+"""Use of the experts per layer, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
-from rich.text import Text
 
 from harness.oracle import Comparison
 
 MIN_ROWS = 1_000
 MIN_SHARE_SEEN = 0.75
 MAX_TIE_SHARE = 0.001
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -29,24 +25,16 @@ class LayerUse:
         layer: decoder layer.
         counts: (E,) int, how many tokens chose each expert.
         tokens: tokens captured.
-        nbytes: bytes these rows took on the wire at this layer, before base64.
     """
 
     layer: int
     counts: npt.NDArray[np.int64]
     tokens: int
-    nbytes: int
 
     @property
     def share(self) -> npt.NDArray[np.float64]:
         """(E,) each expert's part of the layer's choices; sums to 1."""
         return self.counts / max(1, int(self.counts.sum()))
-
-    @property
-    def entropy(self) -> float:
-        """Of `share`, in bits: log2(E) if all experts are used alike, 0 if only one is."""
-        p = self.share[self.share > 0]
-        return float(-(p * np.log2(p)).sum()) + 0.0
 
     @property
     def seen(self) -> float:
@@ -70,44 +58,9 @@ def layer_uses(
             layer,
             np.bincount(joined[:, layer].ravel(), minlength=experts)[:experts],
             len(joined),
-            joined[:, layer].nbytes,
         )
         for layer in layers
     ]
-
-
-def table(uses: Sequence[LayerUse], width: int) -> Table:
-    """The table the demo prints, one line per MoE layer.
-
-    Args:
-        uses: one per layer.
-        width: columns of the terminal; bars are drawn where there is room.
-    """
-    experts = len(uses[0].counts)
-    bars = experts <= 32 and width >= 84 + experts
-    title = f"Use of the experts (entropy is at most {np.log2(experts):.2f} bits)"
-    made = Table(title=title, title_style="bold", title_justify="left")
-    made.add_column("layer", justify="right")
-    made.add_column("most used experts", no_wrap=True)
-    if bars:
-        made.add_column(f"use of 0 … {experts - 1}", no_wrap=True)
-    made.add_column("entropy\n(bits)", justify="right")
-    made.add_column("experts\nseen", justify="right")
-    made.add_column("tokens\ncaptured", justify="right")
-    made.add_column("bytes", justify="right")
-    for use in uses:
-        top = np.argsort(-use.share, kind="stable")[:3]
-        line = [
-            str(use.layer),
-            "  ".join(f"{e:>2} {use.share[e]:5.1%}" for e in top),
-            *([_bars(use.share)] if bars else []),
-            f"{use.entropy:.2f}",
-            f"{int((use.counts > 0).sum())} of {experts}",
-            f"{use.tokens:,}",
-            f"{use.nbytes:,}",
-        ]
-        made.add_row(*(Text(cell) for cell in line))
-    return made
 
 
 def summary(comparison: Comparison) -> str:
@@ -143,9 +96,3 @@ def faults(comparison: Comparison, uses: Sequence[LayerUse]) -> list[str]:
         if use.seen < MIN_SHARE_SEEN
     ]
     return found
-
-
-def _bars(share: npt.NDArray[np.float64]) -> str:
-    """One character per expert, its height the share; a blank for an unused one."""
-    top = max(float(share.max()), 1e-12)
-    return "".join(_BARS[min(7, int(8 * s / top))] if s > 0 else " " for s in share)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,43 +163,6 @@ def test_rows_are_true_around_a_reset_amid_requests(llm: LLM, model: Path, steps
         tokens, rows = kept[name]
         assert len(tokens) == 20
         assert_rows(model, [*prompt, *tokens], np.concatenate(rows))
-
-
-def test_rows_after_a_reload_of_weights_are_of_the_new_ones(
-    llm: LLM, model: Path, checkpoint: Callable[..., Path]
-) -> None:
-    updated = checkpoint(mlp_only_layers=[1], seed=6)
-    prompt = random_prompt(220, 3 * BLOCK + 1)
-    assert_all_true(model, ask(llm, prompt))
-    try:
-        reload(llm, updated)
-        for _ in range(2):  # the second from the cache, if there is one
-            (output,) = ask(llm, prompt)
-            assert_all_true(updated, [output])
-        assert output.num_cached_tokens == 3 * BLOCK * caches(llm)
-    finally:
-        reload(llm, model)
-
-
-def test_rows_of_a_prompt_half_computed_before_a_reload_are_of_the_new_weights(
-    llm: LLM, model: Path, checkpoint: Callable[..., Path]
-) -> None:
-    updated = checkpoint(mlp_only_layers=[1], seed=6)
-    prompt = random_prompt(225, 2 * CHUNK + 9)
-    try:
-        kept = collect(llm, {"half": prompt}, 1, max_tokens=9)
-        reload(llm, updated)
-        while llm.llm_engine.has_unfinished_requests():
-            keep(llm, kept)
-        tokens, rows = kept["half"]
-        assert_rows(updated, [*prompt, *tokens], np.concatenate(rows))
-    finally:
-        reload(llm, model)
-
-
-def reload(llm: LLM, weights: Path) -> None:
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(weights)})
-    assert llm.reset_prefix_cache(reset_running_requests=True)
 
 
 def test_rows_of_adapters_are_those_of_merged_weights(model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ harms nobody."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,6 @@ from harness import disaggregated
 from harness.disaggregated import Pair
 from harness.server import Server, ServerError
 from tests.behaviour import test_openai as openai_answers
-from tests.behaviour.clients_that_leave import Load
 from tests.behaviour.conftest import BLOCK, assert_true_completion, random_prompt
 
 pytestmark = pytest.mark.slow
@@ -156,16 +156,18 @@ def test_joined_rows_are_true_and_received_blocks_are_computed_for_others(
         complete(pair.decode.url, number)
 
 
-def test_soak_leaves_nothing_behind(pair: Pair) -> None:
-    """Some clients leave."""
-    load = Load(pair, seconds=10)
-    load.run()
+def test_client_that_leaves_holds_no_kv(pair: Pair) -> None:
+    """In the middle of its stream, and before its answer."""
+    for prompt in PROMPTS:
+        body = {"token_ids": prompt, "sampling_params": {**GREEDY, "max_tokens": 200}}
+        url = pair.url + proxy.GENERATE
+        asked = {"json": {**body, "stream": True}, "trust_env": False, "timeout": 600}
+        with httpx.stream("POST", url, **asked) as reply:
+            next(reply.iter_lines())
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(url, json=body, trust_env=False, timeout=0.3)
     for server in (pair.prefill, pair.decode):
         disaggregated.wait_until_idle(server)
-    assert not load.faults
-    assert load.finished
-    assert load.left
-    assert load.refused
 
 
 def test_dead_prefill_engine_ends_its_requests_alone_and_a_new_one_serves_them(
