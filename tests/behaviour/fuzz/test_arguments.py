@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """No request stops the server or harms the next one.
 
-Requests come from the running server's own OpenAPI schema (schemathesis) and from a list of hostile
-values for the two arguments. After each, the server must answer a plain request with true rows.
-The same seed makes the same requests.
+Requests come from the running server's own OpenAPI schema (schemathesis), with any value of the
+arguments. After each, the server must answer a plain request with true rows. The same seed makes
+the same requests. Which values are refused is tested in the patches.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -34,85 +33,9 @@ OWN = (endpoints.XARGS, endpoints.EXTRA)
 # The last way of each is an object of its own. /inference/v1/generate ignores `vllm_xargs` that are
 # no object.
 WAYS = {path: endpoints.find(path).ways for path in BODIES}
-PLACES = [(path, way) for path in BODIES for way in WAYS[path]]
 ASK, START, LAST = endpoints.ASK, endpoints.START, endpoints.LAST
 # Rows are text.
 HAS_ROWS = re.compile(r'"routed_experts": ?"')
-
-
-def write_body(
-    server: Server, path: str, way: tuple[str, ...], arguments: str, stream: bool = False
-) -> str:
-    """A request whose arguments are the given text, which need not be valid JSON."""
-    body = copy.deepcopy({"model": server.checkpoint, **BODIES[path], "stream": stream})
-    if way in OWN:
-        endpoints.put(body, way[:-1], {way[-1]: "<arguments>"})
-        return json.dumps(body).replace('"<arguments>"', arguments)
-    endpoints.put(body, way, {"<arguments>": 0})
-    return json.dumps(body).replace('"<arguments>": 0', arguments[1:-1])
-
-
-def both(name: str, *values: str) -> list[Any]:
-    return [pytest.param(name, f'{{"{name}": {v}}}', id=f"{name}={v[:24]}") for v in values]
-
-
-FLOATS = ("0.0", "1.0", "1.5", "-0.0", "NaN", "Infinity", "-Infinity", "1e400", "1e-400")
-HUGE = (str(2**63), str(2**64), str(2**65), str(-(2**65)), "1" + "0" * 400)
-OTHERS = ('""', '"yes"', '"1e3"', '"\\u0000"', '"\\ud800"', "[]", "[1]", "[[1]]", "{}", '{"a": 1}')
-
-HOSTILE = [
-    *both(ASK, *FLOATS, *HUGE, *OTHERS, "2", "-1", '"TRUE"', '"True"', '"1"', "[true]"),
-    *both(ASK, '"' + "x" * 100_000 + '"'),
-    *both(LAST, *FLOATS, *HUGE, *OTHERS, "2", '"1"'),
-    *both(START, *FLOATS, *HUGE, *OTHERS, "true", "false", "-1", "65", "1000000", '"0"', '"true"'),
-    pytest.param(START, f'{{"{START}": 0, "{START}": -1}}', id="the last of two keys is bad"),
-    pytest.param(START, f'{{"{ASK}": true, "{START}": 1.5}}', id="one of two arguments is bad"),
-    pytest.param(START, f'{{"{ASK}": false, "{START}": -1}}', id="bad though it declines"),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments"), HOSTILE)
-def test_hostile_value_is_a_400_that_names_the_argument(
-    server: Server, check_server: Callable[[], None], name: str, arguments: str
-) -> None:
-    for path, place in PLACES:
-        for stream in (False, True):
-            status, text = post(server, path, write_body(server, path, place, arguments, stream))
-            assert status == 400, (path, place, stream, text)
-            assert name in text, (path, place, stream)
-    check_server()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "[]",
-        '"x"',
-        "5",
-        "true",
-        f'{{"{ASK}": }}',
-        f'{{"{ASK}": true',
-        f'{{"{START}": {"9" * 5000}}}',
-        f'{{"{START}": {"[" * 900}{"]" * 900}}}',
-        f'{{"{ASK}": \x00}}',
-    ],
-    ids=lambda text: text[:40].replace("\x00", "NUL"),
-)
-@pytest.mark.parametrize("path", BODIES)
-def test_arguments_that_are_none_are_a_400(
-    server: Server, check_server: Callable[[], None], path: str, arguments: str
-) -> None:
-    status, text = post(server, path, write_body(server, path, WAYS[path][-1], arguments))
-    assert status == 400, text
-    check_server()
-
-
-@pytest.mark.parametrize("arguments", ["null", "{}"])
-@pytest.mark.parametrize("path", BODIES)
-def test_silence_is_no_object_too(server: Server, path: str, arguments: str) -> None:
-    status, text = post(server, path, write_body(server, path, WAYS[path][-1], arguments))
-    assert status == 200, text
-    assert json.loads(text)["choices"][0]["routed_experts_start"] == 0
 
 
 # Fields that are not sent, because the pinned release answers some of their values with status 500.
