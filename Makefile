@@ -164,7 +164,7 @@ clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of TRL, verl, ms-s
 ifeq ($(LINE),$(DEFAULT))
 	@# The page for trainer teams ends with this table.
 	@sed -i '/^`make clients`, /,$$d' docs/clients.md
-	@sed '1,/^$$/d; /^With a rule/,$$d' $(RECORDS)/clients.md | sed '$$d' >>docs/clients.md
+	@sed '1,/^$$/d' $(RECORDS)/clients.md >>docs/clients.md
 endif
 
 .PHONY: client-venvs

@@ -195,12 +195,6 @@ def test_refusal_of_an_engine_is_passed_on() -> None:
         assert (reply.status_code, reply.json()) == (400, refusal)
 
 
-def test_engine_may_end_connections_without_a_word() -> None:
-    decode = Stub({"choices": [choice()]})
-    with standing(prefilled(), decode) as url:
-        assert [ask(url).status_code for _ in range(3)] == [200] * 3
-
-
 def test_many_requests_are_answered_at_once() -> None:
     count = 120
     prefill, decode = prefilled(), Stub({"choices": [choice()]})
@@ -217,27 +211,9 @@ def test_engine_that_is_not_there_is_told() -> None:
     assert "http://127.0.0.1:9/inference/v1/generate gave no" in reply.json()["error"]["message"]
 
 
-def test_error_without_a_text_is_told_by_its_name() -> None:
-    assert proxy._tell(httpx.ConnectTimeout("")) == "the engine gave no answer: ConnectTimeout"
-
-
-UNREADABLE = ["{", "[]", '{"sampling_params": 1}', '{"n": "x"}']
-UNREADABLE += ['{"sampling_params": {"n": 1e400}}', "[" * 50_000]
-
-
-@pytest.mark.parametrize("body", UNREADABLE, ids=lambda body: body[:40])
+@pytest.mark.parametrize("body", ["{", "[]", '{"sampling_params": 1}'])
 def test_body_that_cannot_be_read_is_refused(body: str) -> None:
     with standing(prefilled(), prefilled()) as url:
         reply = httpx.post(url + GENERATE, content=body, trust_env=False, timeout=120)
     assert reply.status_code == 400
     assert "is no JSON object" in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("value", ["\ud800", float("inf")], ids=repr)
-def test_engines_decide_about_values_that_few_writers_of_json_take(value: Any) -> None:
-    prefill, decode = prefilled(), Stub({"choices": [choice()]})
-    body = json.dumps({"prompt": "a", "user": value})
-    with standing(prefill, decode) as url:
-        reply = httpx.post(f"{url}/v1/completions", content=body, trust_env=False, timeout=60)
-    assert reply.status_code == 200, reply.text
-    assert [engine.sent[0]["user"] for engine in (prefill, decode)] == [value] * 2

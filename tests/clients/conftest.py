@@ -22,10 +22,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.common import table as markdown
-from examples.client import decode_rows
 from harness.lines import LINES
 from harness.process import ENVIRONMENT
-from tests.clients.driving import Turn, encode, read_record, refuse_error, try_record
 from tests.clients.recorder import BEHAVIOURS, LINE, MODELS, record
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
@@ -93,41 +91,11 @@ if LINES[LINE].tests["skyrl_server"]:
     CLIENTS["SkyRL, its server"] = Client((*ENGINES, "several turns"), ("skyrl",), "HTTP server")
 
 
-def without_last_row(turns: list[Turn]) -> None:
-    choice = turns[0].chunks[0]["choices"][0]
-    choice["routed_experts"] = encode(decode_rows(choice["routed_experts"])[:-1])
-
-
-def without_start(turns: list[Turn]) -> None:
-    for turn in turns:
-        turn.chunks[0]["choices"][0]["routed_experts_start"] = 0
-
-
-def without_top_k(turns: list[Turn]) -> None:
-    del turns[0].chunks[0]["choices"][0]["moe_top_k"]
-
-
-# Rules that the server keeps, broken: from which record, how, which client must notice, and what
-# is then found.
-BROKEN: dict[str, tuple[str, Callable[[list[Turn]], None], str, str]] = {
-    "a row short at the abort": ("abort and resume", without_last_row, "verl", "disagrees"),
-    "start not stated": ("several turns", without_start, "verifiers", "no rows for some message"),
-    "ids repeated": ("smaller top-k", without_top_k, "megatron-core", "too few experts"),
-}
-
-
 class Answers(NamedTuple):
     """What the server answered."""
 
-    records: Path  # a JSON file for each behaviour, and for each broken rule
+    records: Path  # a JSON file for each behaviour
     checkpoints: dict[str, Path]  # by key of `MODELS`
-
-
-def damaged(records: Path, source: str, damage: Callable[[list[Turn]], None]) -> Iterator[Turn]:
-    refuse_error(records, source)
-    turns = read_record(records / f"{source}.json")
-    damage(turns)
-    yield from turns
 
 
 @pytest.fixture(scope="session")
@@ -135,8 +103,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     folder = tmp_path_factory.mktemp("clients")
     records = folder / "records"
     checkpoints = {model: record(model, folder / model, records) for model in MODELS}
-    for name, (source, damage, _, _) in BROKEN.items():
-        try_record(records, name, damaged(records, source, damage))
     return Answers(records, checkpoints)
 
 
@@ -222,8 +188,7 @@ def verl(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 @pytest.fixture(scope="session")
 def table() -> Iterator[dict[tuple[str, str], str]]:
-    """Cells by client and behaviour or broken rule, written at the end to
-    build/clients/clients.md."""
+    """Cells by client and behaviour, written at the end to build/clients/clients.md."""
     cells: dict[tuple[str, str], str] = {}
     yield cells
     MADE.mkdir(parents=True, exist_ok=True)
@@ -245,9 +210,6 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
         ]
         for name, client in CLIENTS.items()
     ]
-    broken = [
-        [rule, of, cells.get((of, rule), "not run")] for rule, (_, _, of, _) in BROKEN.items()
-    ]
     return "\n".join(
         [
             "# Clients\n",
@@ -256,8 +218,6 @@ def as_markdown(cells: dict[tuple[str, str], str]) -> str:
             "A number counts the rows that a trainer takes. All of them equal the router of "
             "Hugging Face `transformers`, in float32. – means that the client does not do this.\n",
             markdown(["Client", *BEHAVIOURS], rows),
-            "With a rule of the server broken in the recorded answers:\n",
-            markdown(["Rule broken", "Client", "Found"], broken).rstrip("\n") + "\n",
         ]
     )
 
