@@ -126,10 +126,6 @@ replay: $(INSTALLED) #> Replay the server's routes in a trainer: how much nearer
 train-demo: $(INSTALLED) $(call client_venv,trl) #> Train with TRL, without and with replay: rows and log-probs at each step
 	@exec $(PY) -m demos.train --out $(MADE)/train $(ARGS)
 
-.PHONY: disaggregated
-disaggregated: $(INSTALLED) #> Prefill and decode in two engines: compare every row of the joined answers
-	@exec $(PY) -m demos.disaggregated --out $(MADE)/disaggregated
-
 ##@ Test
 
 .PHONY: test
@@ -278,7 +274,7 @@ verify-cuda: $(LOCKED) #> Build the CUDA wheels twice: the same bytes, base plus
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
 .PHONY: release
-release: apply #> Build the release of this commit into build/<line>/release: wheels, checksums, provenance
+release: apply #> Build the release of this commit into build/<line>/release: wheels, changes, checksums
 	@changed=$$(git status --porcelain); [ -z "$$changed" ] || \
 		{ echo "error: a release is made of a commit, and this is not committed:" >&2; echo "$$changed" >&2; exit 1; }
 	@grep -qx '## re\.$(NUMBER), [0-9-]\{10\}' CHANGELOG.md || \
@@ -291,7 +287,6 @@ release: apply #> Build the release of this commit into build/<line>/release: wh
 	@rm -rf $(RELEASE).new && mkdir -p $(RELEASE).new
 	for variant in $(RELEASED); do $(TOOLS) wheel build --variant $$variant --out $(RELEASE).new $(PLACES); done
 	$(TOOLS) wheel verify $(RELEASE).new/*.whl $(PLACES)
-	$(TOOLS) wheel provenance $(RELEASE).new/*.whl
 	@awk '/^## /{wanted = index($$0, "## re.$(NUMBER), ") == 1} wanted' CHANGELOG.md >$(RELEASE).new/CHANGES.md
 	@cd $(RELEASE).new && sums=$$(LC_ALL=C sha256sum *) && echo "$$sums" >SHA256SUMS
 	@if [ -e $(RELEASE) ]; then diff -rq $(RELEASE) $(RELEASE).new || \

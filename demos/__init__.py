@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs behind `make demo`, `make replay`, `make train-demo` and `make disaggregated`."""
+"""The programs behind `make demo`, `make replay` and `make train-demo`."""

@@ -15,7 +15,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "source": ("fetch",),
     "series": ("apply", "export", "check", "line", "status"),
-    "wheel": ("build", "identity", "verify", "compiled", "provenance"),
+    "wheel": ("build", "identity", "verify", "compiled"),
     "locks": ("trim",),
     "upstream": ("test", "check-patches", "submit"),
 }

@@ -21,7 +21,6 @@ from tests.behaviour.conftest import (
     assert_rows,
     assert_true_completion,
     random_prompt,
-    run_module,
 )
 from tests.behaviour.test_nixl import CASES, GREEDY, ask_generate
 
@@ -95,9 +94,3 @@ def test_rows_of_two_prompts_begin_after_the_received_kv(pair: Pair, model: Path
         assert choice["routed_experts_start"] == 2 * BLOCK
         tokens = [*prompts[choice["index"] // 2], *choice["token_ids"]]
         assert_rows(model, tokens, decode_rows(choice["routed_experts"]), 2 * BLOCK)
-
-
-def test_program_finds_every_row_true(tmp_path: Path, line: str) -> None:
-    done = run_module("demos.disaggregated", tmp_path, "--on", line)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASSED" in done.stdout

