@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -77,7 +78,9 @@ MORE = {
 }
 
 
-def sequences(setup: Setup) -> st.SearchStrategy[list[Operation]]:
+def sequences(
+    setup: Setup, more: Sequence[st.SearchStrategy[Operation]] = ()
+) -> st.SearchStrategy[list[Operation]]:
     """Sequences of what may happen to an engine of the setup."""
-    operations = [*COMMON, *(operation for name in setup.also for operation in MORE[name])]
+    operations = [*COMMON, *more, *(operation for name in setup.also for operation in MORE[name])]
     return st.lists(st.one_of(operations), min_size=4, max_size=40)
