@@ -175,7 +175,7 @@ mutants: $(INSTALLED) #> Break the scheduler-side code in named ways: the proper
 	@exec $(PY) -m checks.mutants --on $(LINE) --out $(RECORDS)/mutants.md
 
 .PHONY: upstream-tests
-upstream-tests: $(INSTALLED) $(PRISTINE) #> vLLM's own tests with and without the series: only what it touches may differ
+upstream-tests: $(INSTALLED) #> vLLM's own tests with and without the series: only what it touches may differ
 	@exec $(PY) -m tools --on $(LINE) upstream test --out $(RECORDS)/upstream-tests.md
 
 .PHONY: check

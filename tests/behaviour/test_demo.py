@@ -48,7 +48,7 @@ def test_eager_is_refused_with_pristine(tmp_path: Path) -> None:
 def test_demo_notices_one_flipped_id_and_all_others_are_true_with_the_other_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CPUs with and without AMX use different MoE kernels: see test_amx.py. A plugin makes every
+    """CPUs with and without AMX use different MoE kernels. A plugin makes every
     process of the server believe that the CPU is of the other kind."""
     out = tmp_path / "out"
     pretend_amx(tmp_path, not HAS_AMX)

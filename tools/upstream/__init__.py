@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is for vLLM: its own tests on both wheels, checks of each patch, branches to send."""
+"""What is for vLLM: its own tests, checks of each patch, branches to send."""

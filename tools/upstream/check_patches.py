@@ -268,10 +268,10 @@ class Checker:
         there = self.git.files(BASE_REF, "tests")
         counts, details = Counter[str](), []
         for file in files:
-            outcomes = self._run_tests(commit, file)
+            outcomes = self.run_tests(commit, file)
             before: Results = {}
             if file in there and any(o.bad and not o.cannot_run for o in outcomes.values()):
-                before = self._run_tests(BASE_REF, file)
+                before = self.run_tests(BASE_REF, file)
             for test, outcome in outcomes.items():
                 if outcome.status == SKIPPED or outcome.cannot_run:
                     kind = CANNOT_RUN
@@ -287,7 +287,7 @@ class Checker:
         said = [f"{counts[kind]} {kind}" for kind in kinds if counts[kind] or kind == PASSED]
         return Finding(not details, ", ".join(said), "\n".join(details))
 
-    def _run_tests(self, commit: str, file: str) -> Results:
+    def run_tests(self, commit: str, file: str) -> Results:
         """The results of one test file, made now or left by an earlier run."""
         key = f"{self.git.tree_id(commit)[:12]}-{recipe()[:8]}"
         results = self.results / key / Path(file).with_suffix(".xml")

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tests on both wheels."""
+"""vLLM's own tests without and with the series."""
 
 import argparse
-import hashlib
-import shutil
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from tools.common.cli import ToolError, add_path, table, tell
 from tools.common.files import write
-from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 from tools.series.tree import BASE_REF, open_tree
-from tools.upstream import testrun
-from tools.upstream.hubcache import recipe
+from tools.upstream.check_patches import Checker
 from tools.upstream.testrun import PASSED, SKIPPED, Outcome, is_test_file
 from tools.wheel.verify import SITE, verify_installed
 
@@ -26,35 +20,34 @@ def declare(parser: argparse.ArgumentParser) -> None:
     text = "only these (default: the line's list, and the series')"
     parser.add_argument("files", nargs="*", metavar="FILE", help=text)
     add_path(parser, "--out", "where the table goes, as Markdown")
-    text = "the patched wheel's package directory (default: this Python's)"
+    text = "the wheel's package directory (default: this Python's)"
     add_path(parser, "--installed", text)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Run vLLM's own tests on both wheels and compare every test. Fails if one differs in a file
-    that the series does not touch, or fails as it did not before. Finished files are not run
-    again, so an interrupted run can be continued. The patched wheel must be installed, and the
-    pristine one in build/<line>/pristine/site (make upstream-tests)."""
-    build, place = project.build / "upstream-tests", project.build / "pristine"
-    pristine = project.with_tree(place / "vllm")
-    verify_installed(project, arguments.installed or SITE)
-    verify_installed(pristine, place / "site")
+    """Run vLLM's own tests without and with the series, and compare every test. Fails if one
+    differs in a file that the series does not touch, or fails as it did not before. Finished files
+    are not run again, so an interrupted run can be continued. The wheel of the series must be
+    installed: its compiled files serve both."""
+    build, installed = project.build / "upstream-tests", arguments.installed or SITE
+    verify_installed(project, installed)
     git = open_tree(project)
     touched = set(git.changed(BASE_REF, "HEAD", "--", "tests"))
     listing = project.patches / "upstream-tests"
     text = listing.read_text(encoding="utf-8") if listing.exists() else ""
     listed = [line for line in text.splitlines() if line and not line.startswith("#")]
     files = arguments.files or sorted({*listed, *filter(is_test_file, touched)})
-    before = run_side("pristine", open_tree(pristine), place / "site", files, build)
-    after = run_side("patched", git, arguments.installed, files, build)
+    checker = Checker(git, installed, build)
+    head = git.text("rev-parse", "HEAD")
+    before, after = (run_side(checker, commit, files) for commit in (BASE_REF, head))
     comparisons = compare(before, after, touched)
     if arguments.out:
         count, series = len({c.file for c in comparisons}), read_series(project.series_file)
         about = (
-            f"{len(comparisons)} tests of {count} files, on the CPU wheels of "
-            f"vLLM {project.pin.version}: without the series, and with its {len(series)} patches. "
+            f"{len(comparisons)} tests of {count} files, on the CPU: "
+            f"vLLM {project.pin.version} without the series, and with its {len(series)} patches. "
             "No GPU, no network; stand-ins for repositories of the model hub "
-            "(`tools/upstream/hubcache.py`). Each wheel is tested with its own tree's tests. "
+            "(`tools/upstream/hubcache.py`). Each tree has its own tests. "
             "`make upstream-tests` writes this file.\n\n"
             f"series: {fingerprint(series, project.pin)[:16]}"
         )
@@ -68,9 +61,6 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         raise ToolError(what, arguments.out, next_step=step, details=details)
 
 
-# What the tests need of a tree. Not vllm/: it would be imported instead of the installed wheel.
-PARTS = ("tests", "examples", "docs/mkdocs", "pyproject.toml")
-
 SAME, BROKEN, OTHER = "same", "broken", "differs"
 ADDED, REMOVED, CHANGED = (f"{what} by the series" for what in ("added", "removed", "changed"))
 # Differences that the series' own tests do not account for.
@@ -78,7 +68,7 @@ UNEXPLAINED = (BROKEN, OTHER)
 
 
 class Comparison(NamedTuple):
-    """One test on both wheels; None where it does not exist."""
+    """One test in both trees; None where it does not exist."""
 
     file: str
     test: str
@@ -87,31 +77,15 @@ class Comparison(NamedTuple):
     verdict: str
 
 
-Side = dict[tuple[str, str], Outcome]  # of one wheel: by file and test
+Side = dict[tuple[str, str], Outcome]  # of one tree: by file and test
 
 
-def run_side(name: str, git: Git, site: Path | None, files: Iterable[str], build: Path) -> Side:
-    """Run the files that exist in the tree ``git``, less what an earlier run finished.
-
-    ``site`` is where its wheel is installed; None: in this Python.
-    """
-    there, tree = git.files("HEAD", "tests"), build.resolve() / name
-    shutil.rmtree(tree, ignore_errors=True)
-    tree.mkdir(parents=True)
-    parts = [part for part in PARTS if git.files("HEAD", part)]
-    index = {"GIT_INDEX_FILE": str(tree / ".index")}  # not the build tree's own
-    git.run("--work-tree", str(tree), "checkout", "--quiet", "HEAD", "--", *parts, env=index)
-    more = {"PYTHONPATH": str(site.resolve())} if site else {}
-    environment = testrun.test_environment(build, **more)
-    # What decides the results: package, tests, stand-ins.
-    key = f"{git.text('rev-parse', 'HEAD:vllm', 'HEAD:tests')}\n{recipe()}".encode()
-    stored = build / "results" / hashlib.sha256(key).hexdigest()[:16]
-    found, start = Side(), time.monotonic()
+def run_side(checker: Checker, commit: str, files: Iterable[str]) -> Side:
+    """Run the files that a commit has, less what an earlier run finished."""
+    found, there = Side(), checker.git.files(commit, "tests")
     for file in (file for file in files if file in there):
-        results = stored / Path(file).with_suffix(".xml")
-        outcomes = testrun.run_file(file, tree, environment, results)
-        said = _counts(outcomes.values())
-        tell(f"{time.monotonic() - start:5.0f} s  {name:8}  {file}: {said}")
+        outcomes = checker.run_tests(commit, file)
+        tell(f"{commit[:12]}  {file}: {_counts(outcomes.values())}")
         found |= {(file, test): outcome for test, outcome in outcomes.items()}
     return found
 
@@ -148,33 +122,22 @@ def render(comparisons: list[Comparison], about: str) -> str:
         name = f"`{file.removeprefix('tests/')}`" if file != "All" else file
         sides = (_counts(c.pristine for c in ours), _counts(c.patched for c in ours))
         rows.append((name, *sides, str(same), how or "none"))
-    # Cases of a test that differ in one way, and tests that fail for one reason.
+    # Cases of a test that differ in one way.
     different: Counter[tuple[str, ...]] = Counter()
-    failing: Counter[str] = Counter()
     for c in comparisons:
         if c.verdict in UNEXPLAINED:
             name = c.test.removeprefix("tests.").replace("|", "\\|").partition("[")[0]
             different[f"`{name}`", _status(c.pristine), _status(c.patched), c.verdict] += 1
-        outcome = c.patched or c.pristine
-        if outcome and outcome.bad:
-            failing[outcome.cannot_run or _cell(outcome.reason)] += 1
     differ = [(*how, str(count)) for how, count in different.items()]
-    why = sorted(((str(count), reason) for reason, count in failing.items()), key=_most)
     titles = ("Test", "Pristine", "Patched", "Verdict", "Cases")
     lines = [
-        *("# vLLM's own tests on the pristine and on the patched wheel", "", about, ""),
+        *("# vLLM's own tests without and with the series", "", about, ""),
         *("Passed / cannot run here / failed otherwise / skipped.", ""),
         *table(("File", "Pristine", "Patched", "Same", "Differences"), rows),
         *("", "## Differences that the series does not make on purpose", ""),
         *(table(titles, differ) if differ else ["None."]),
-        *("", "## Tests that cannot pass here, and why", ""),
-        *table(("Tests", "Why"), why),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _most(row: tuple[str, str]) -> tuple[int, str]:
-    return -int(row[0]), row[1]
 
 
 def _status(outcome: Outcome | None) -> str:
