@@ -149,7 +149,10 @@ class _Choice(TorchFunctionMode):
         own: dict[int, torch.Tensor],
     ) -> None:
         super().__init__()
-        self.layer, self.num_experts, self.given, self.own = layer, num_experts, given, own
+        self.layer = layer
+        self.num_experts = num_experts
+        self.given = given
+        self.own = own
         self.choices = 0
 
     def __torch_function__(

@@ -25,7 +25,10 @@ from harness.families import COMMON, FAMILIES, TOP_K, VOCAB_SIZE, Family, find
 # Raised when what `make_checkpoint` writes changes, so that older checkpoints are remade.
 RECIPE = 1
 SETTINGS_FILE = "settings.json"
-END, BEGIN_TURN, END_TURN, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
+END = "<|endoftext|>"
+BEGIN_TURN = "<|im_start|>"
+END_TURN = "<|im_end|>"
+PAD = "<|pad|>"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

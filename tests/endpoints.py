@@ -34,7 +34,11 @@ WAYS = {
     EXTRA: "`sampling_params.extra_args`",
 }
 
-ROWS, REFUSED, PASSED, SERVED, ABSENT = "rows", "refused", "passed on", "served", "–"
+ROWS = "rows"
+REFUSED = "refused"
+PASSED = "passed on"
+SERVED = "served"
+ABSENT = "–"
 
 
 @dataclass(frozen=True)

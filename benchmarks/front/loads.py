@@ -54,7 +54,9 @@ class Load:
 
 
 def loads_of(arguments: argparse.Namespace) -> list[Load]:
-    prompt, steps, readers = arguments.prompt, arguments.steps, arguments.readers
+    prompt = arguments.prompt
+    steps = arguments.steps
+    readers = arguments.readers
     answers = [
         Load(f"{name}{', streamed' if stream else ''}", path, stream, prompt, steps, tokens=128)
         for name, path in (("generate", GENERATE), ("chat", CHAT))

@@ -23,7 +23,9 @@ class Probe:
 
     def time_callbacks(self) -> None:
         """Time the callbacks of asyncio's own loop, which does all its work in callbacks."""
-        run, clock, processor = asyncio.Handle._run, time.monotonic, time.thread_time
+        run = asyncio.Handle._run
+        clock = time.monotonic
+        processor = time.thread_time
 
         def timed(handle: asyncio.Handle) -> None:
             begin, used = clock(), processor()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows cost the host, on either line."""
 
-TOP_K, EXPERTS, BLOCK = 8, 256, 16
+TOP_K = 8
+EXPERTS = 256
+BLOCK = 16
 PARTS = (
     "scheduler",
     "scheduler to worker",

@@ -58,7 +58,9 @@ class Engine:
         )
         kv_cache = scheduling.full_attention(num_blocks, BLOCK)
         self.scheduler: Any = scheduling.make_scheduler(config, kv_cache)
-        self.who, self.requests, self.num_added = who, requests, 0
+        self.who = who
+        self.requests = requests
+        self.num_added = 0
         self.rng = np.random.default_rng(0)
         self.rows = self.rng.integers(EXPERTS, size=(batch, layers, TOP_K), dtype=np.uint8)
         self.spent = dict.fromkeys(PARTS, 0.0)

@@ -32,9 +32,16 @@ def draw(path: Path, result: Result) -> None:
     """
     plain, replayed = result.plain, result.replayed
     layers = plain.differs[0].shape[1]
-    width, left, right = 15.0, 0.065, 0.975
+    width = 15.0
+    left = 0.065
+    right = 0.975
     # Heights in inches, from the top.
-    title, clouds, gap, stems, strip, foot = 1.75, 3.7, 1.35, 2.0, 0.2 * layers, 0.65
+    title = 1.75
+    clouds = 3.7
+    gap = 1.35
+    stems = 2.0
+    strip = 0.2 * layers
+    foot = 0.65
     height = title + clouds + gap + stems + strip + foot
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), dpi=120, facecolor=PAPER)

@@ -21,7 +21,10 @@ from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_rgb
 
 from demos.rows.report import LayerUse
 
-INK, SOFT, FAINT, PAPER = "#1f2933", "#66727f", "#e7ebef", "#ffffff"
+INK = "#1f2933"
+SOFT = "#66727f"
+FAINT = "#e7ebef"
+PAPER = "#ffffff"
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#56B4E9", "#E69F00")
 STYLE = {
@@ -70,9 +73,14 @@ def draw(
         verdict: one line for the subtitle.
     """
     layers, experts = len(uses), len(uses[0].counts)
-    width, left, right = 15.0, 0.065, 0.975
+    width = 15.0
+    left = 0.065
+    right = 0.975
     # Heights in inches, from the top: title, heat map, strips, close-up; gaps between.
-    title, heat, strips, close = 1.35, 0.56 * layers, 1.5 * layers, 0.57 * layers
+    title = 1.35
+    heat = 0.56 * layers
+    strips = 1.5 * layers
+    close = 0.57 * layers
     gap, foot = 1.15, 0.3
     height = title + heat + gap + strips + gap + close + foot
     with plt.rc_context(STYLE):

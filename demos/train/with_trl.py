@@ -61,7 +61,9 @@ class WatchedTrainer(ReplayTrainer):
         self.vllm_generation = Sending(self, self.url, sender.folder, sender.dtype)
         self.vllm_generation.generate = self._roll_out
         self.vllm_generation.fault = self.fault = fault
-        self.replays, self.arm, self.folder = arm == "replay", arm, folder
+        self.replays = arm == "replay"
+        self.arm = arm
+        self.folder = folder
 
     def sampling_params(self, index: int) -> dict[str, Any]:
         seed = 1000 * self.state.global_step + index

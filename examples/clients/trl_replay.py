@@ -69,7 +69,9 @@ class ReplayTrainer(GRPOTrainer):
         if not self.use_vllm:
             if weights is None:
                 raise ValueError("weights must name a folder, if TRL does not send them itself")
-            self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1
+            self.use_vllm = True
+            self.vllm_mode = "server"
+            self._last_loaded_step = -1
             self.vllm_generation = ByReload(self, url, Path(weights), weights_dtype)
         self.vllm_generation.generate = self._roll_out
 
@@ -167,7 +169,10 @@ class ByReload:
     def __init__(
         self, trainer: GRPOTrainer, url: str, folder: Path, dtype: torch.dtype | None
     ) -> None:
-        self.trainer, self.url, self.folder, self.dtype = trainer, url, folder, dtype
+        self.trainer = trainer
+        self.url = url
+        self.folder = folder
+        self.dtype = dtype
 
     def sync_weights(self) -> None:
         """What TRL calls before a rollout with new weights."""

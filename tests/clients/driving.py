@@ -20,7 +20,9 @@ from examples.client import Completion, join
 
 OWN = -1
 # Sizes of prompts, which fill several chunks and blocks, and of what is said between two turns.
-PROMPT, BETWEEN, TURNS = 131, 11, 4
+PROMPT = 131
+BETWEEN = 11
+TURNS = 4
 # Settings of an engine.
 SETTINGS = {"block_size": 32, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 # Tokens of a model that aborts are tried on, and of an answer that is aborted: it cannot end first.

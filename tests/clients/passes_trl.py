@@ -44,7 +44,9 @@ class Stub:
     """Stands in for the server, and for `examples.client.generate`."""
 
     def __init__(self, checkpoint: Path, missing: int) -> None:
-        self.model, self.missing, self.asked = load(checkpoint).eval(), missing, 0
+        self.model = load(checkpoint).eval()
+        self.missing = missing
+        self.asked = 0
 
     def __call__(self, url: str, prompt: Any, sampling: Any) -> list[Completion]:
         rng = np.random.default_rng([len(prompt), self.asked])

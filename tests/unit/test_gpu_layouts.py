@@ -24,7 +24,10 @@ from gpu.layouts.answers import (
 )
 from harness.server import NO_ROWS
 
-LAYERS, EXPERTS, TOP_K, TOKENS = 2, 16, 4, 3
+LAYERS = 2
+EXPERTS = 16
+TOP_K = 4
+TOKENS = 3
 
 
 def make_logits() -> Logits:

@@ -19,7 +19,10 @@ import vllm._custom_ops as ops
 import vllm.model_executor.layers.fused_moe.routed_experts_capture as capturers
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
 
-TOKENS, EXPERTS, TOP_K, LAYER = 50, 16, 4, 1
+TOKENS = 50
+EXPERTS = 16
+TOP_K = 4
+LAYER = 1
 
 
 def test_rows_of_hashed_tokens_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

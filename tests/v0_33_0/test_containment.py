@@ -19,7 +19,9 @@ from tests.v0_33_0.connector.engine import Engine
 from tests.v0_33_0.connector.setups import Setup
 
 # The victim's prompt takes two steps, in which it fills two blocks, and one of these at once.
-VICTIM, OTHER, SILENT = "0", "1", "2"
+VICTIM = "0"
+OTHER = "1"
+SILENT = "2"
 PROMPTS = {VICTIM: list(range(11)), OTHER: [9, 8, 7], SILENT: [5] * 6}
 # Breaks an engine while the patches last.
 Fault = Callable[[Any, pytest.MonkeyPatch], None]

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 Rows = npt.NDArray[Any]
-LAYERS, EXPERTS, TOP_K = 4, 16, 4
+LAYERS = 4
+EXPERTS = 16
+TOP_K = 4
 # Of log-probabilities: the weights of two float32 formulas.
 CLOSE = 1e-5
 FORCED: dict[str, Any] = {
@@ -472,11 +474,9 @@ def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
     return reply
 
 
-GENERATE, COMPLETIONS, CHAT = (
-    "/inference/v1/generate",
-    "/v1/completions",
-    "/v1/chat/completions",
-)
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 
 def test_rows_of_an_answer_go_into_the_next_request(server: tuple[Server, Served]) -> None:

@@ -35,7 +35,9 @@ from tests.v0_33_0.connector.runner import BlockIds, Runner
 from tests.v0_33_0.connector.setups import MAX_LEN, Setup
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "100"))
-LAYERS, EXPERTS, TOP_K = 3, 8, 2
+LAYERS = 3
+EXPERTS = 8
+TOP_K = 2
 SETUPS = {
     "synchronous": Setup(also=("preempt", "silent")),
     "resets": Setup(also=("preempt", "reset")),

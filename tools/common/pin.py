@@ -127,7 +127,10 @@ class Project:
         offline: bool = False,
         tree: Path | None = None,
     ) -> None:
-        self.root, self.line, self.wheelhouse, self.offline = root, line, wheelhouse, offline
+        self.root = root
+        self.line = line
+        self.wheelhouse = wheelhouse
+        self.offline = offline
         self.patches = root / "patches" / line
         self.pin_file = self.patches / "upstream.toml"
         self.series_file = self.patches / "series"

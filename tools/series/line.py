@@ -25,7 +25,9 @@ from tools.source.fetch import Index, fetch, like_wheel, releases, version_of
 # The other line's series on its own release, beside the new base.
 OLD_BASE, OLD_APPLIED = "refs/old/base", "refs/old/applied"
 OLD = f"{OLD_BASE}..{OLD_APPLIED}"
-CLEAN, CONFLICT, CONTAINED = "clean", "conflict", "contained"
+CLEAN = "clean"
+CONFLICT = "conflict"
+CONTAINED = "contained"
 # The patch that a commit of the build tree is of.
 _NAME = "%(trailers:key=Patch-Filename,valueonly)"
 _FILE = ("filename", "size", "sha256")

@@ -163,7 +163,9 @@ def read_series(series_file: Path) -> Series:
     for name in dict.fromkeys(names):
         path = series_file.parent / name
         if names.count(name) > 1:
-            what, expected, step = "a patch is listed twice", "each name once", "delete all but one"
+            what = "a patch is listed twice"
+            expected = "each name once"
+            step = "delete all but one"
             problems.append(ToolError(what, series_file, expected, name, step))
         if Path(name).name != name or not name.endswith(".patch"):
             what = "a name in the series is not that of a patch beside it"

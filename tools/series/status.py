@@ -86,7 +86,9 @@ def newest_release(project: Project) -> str:
 
 def old_records(project: Project) -> list[str]:
     """Records that state the first 16 digits of a fingerprint of no line's series today."""
-    top, found, today = project.root / "benchmarks/results", [], set[str]()
+    top = project.root / "benchmarks/results"
+    found = []
+    today = set[str]()
     for line in (Project(project.root, name) for name in lines(project.root)):
         with contextlib.suppress(ToolError):  # the status of that line tells of it
             today.add(fingerprint(read_series(line.series_file), line.pin)[:16])

@@ -16,7 +16,9 @@ from tools.series.series import PROJECT_EMAIL, PROJECT_NAME, Series, fingerprint
 from tools.source.fetch import fetch
 
 BRANCH = "routed-experts"
-BASE_REF, APPLIED_REF, EXPORTED_REF = "refs/re/base", "refs/re/applied", "refs/re/exported"
+BASE_REF = "refs/re/base"
+APPLIED_REF = "refs/re/applied"
+EXPORTED_REF = "refs/re/exported"
 UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
 
 

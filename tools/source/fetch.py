@@ -39,7 +39,9 @@ def fetch_source(project: Project) -> str:
 
 def check_file(path: Path, pinned: PinnedFile, next_step: str | None = None) -> None:
     """Refuse a file that is not the pinned one; the file is left as it is."""
-    what, expected, found = "size", f"{pinned.size} bytes", f"{path.stat().st_size} bytes"
+    what = "size"
+    expected = f"{pinned.size} bytes"
+    found = f"{path.stat().st_size} bytes"
     if found == expected:
         what, expected = "digest", f"sha256 {pinned.sha256}"
         found = f"sha256 {digest_of(path)}"

@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         raise ToolError(what, arguments.out, next_step=step, details=details)
 
 
-SAME, BROKEN, OTHER = "same", "broken", "differs"
+SAME = "same"
+BROKEN = "broken"
+OTHER = "differs"
 ADDED, REMOVED, CHANGED = (f"{what} by the series" for what in ("added", "removed", "changed"))
 # Differences that the series' own tests do not account for.
 UNEXPLAINED = (BROKEN, OTHER)

@@ -28,7 +28,10 @@ class KeepWhatWasImported:
         gc.unfreeze = lambda: None
 sys.exit(pytest.main(sys.argv[1:], [KeepWhatWasImported()]))
 """
-PASSED, FAILED, ERROR, SKIPPED = "passed", "failed", "error", "skipped"
+PASSED = "passed"
+FAILED = "failed"
+ERROR = "error"
+SKIPPED = "skipped"
 
 # Why a test cannot pass on a machine without a GPU and without a network: what its failure says.
 CANNOT_RUN = {

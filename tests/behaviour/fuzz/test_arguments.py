@@ -33,7 +33,9 @@ OWN = (endpoints.XARGS, endpoints.EXTRA)
 # The last way of each is an object of its own. /inference/v1/generate ignores `vllm_xargs` that are
 # no object.
 WAYS = {path: endpoints.find(path).ways for path in BODIES}
-ASK, START, LAST = endpoints.ASK, endpoints.START, endpoints.LAST
+ASK = endpoints.ASK
+START = endpoints.START
+LAST = endpoints.LAST
 # Rows are text.
 HAS_ROWS = re.compile(r'"routed_experts": ?"')
 

@@ -185,7 +185,9 @@ FAULTS = {
         also=("reload", "receive", "silent", "fail", "crash"),
     ),
 }
-FULL, WINDOW, MAMBA = ("full", 2 * BLOCK), ("window", BLOCK), ("mamba", 2 * BLOCK)
+FULL = ("full", 2 * BLOCK)
+WINDOW = ("window", BLOCK)
+MAMBA = ("mamba", 2 * BLOCK)
 HYBRID = {
     "window after full": Setup(
         groups=(FULL, WINDOW), num_blocks=28, also=("preempt", "update", "silent")
