@@ -145,14 +145,6 @@ test-line: $(INSTALLED) #> The tests of one line that need its vLLM, without lin
 test-long: $(INSTALLED) $(PRISTINE) #> Run the tests marked slow
 	@exec $(PY) -m pytest -m slow $(ARGS)
 
-.PHONY: soak
-soak: $(INSTALLED) #> Thousands of requests with random aborts: nothing may be left of them
-	@exec $(PY) -m pytest -m slow tests/behaviour/test_soak.py
-
-.PHONY: fuzz
-fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: it must survive them
-	@exec $(PY) -m pytest -m slow tests/behaviour/fuzz
-
 .PHONY: clients
 clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of TRL, verl, ms-swift, SkyRL, verifiers and megatron-core
 	@exec $(PY) -m pytest -m clients tests/clients

@@ -32,7 +32,6 @@ class Comparison:
         seconds: the difference of a round's time, everything included.
         step: the difference of a decode step's time; None for loads that are not decoding.
         step_us: median microseconds of a step, of the reference and of the label.
-        starts: `seconds` for each start of the engines.
     """
 
     load: str
@@ -42,7 +41,6 @@ class Comparison:
     seconds: Estimate
     step: Estimate | None
     step_us: tuple[float, float] | None
-    starts: list[Estimate]
 
     @property
     def verdict(self) -> str:
@@ -157,12 +155,6 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
                 step = compare_turns(turns_of_both, "step_us")
                 mine, its = zip(*turns_of_both, strict=True)
                 step_us = median_of(its, "step_us"), median_of(mine, "step_us")
-            starts = [
-                compare_turns(
-                    [(r[label], r[reference]) for key, r in both.items() if key[0] == start]
-                )
-                for start in sorted({key[0] for key in both})
-            ]
             against_off = by_name[reference[0]]["flag"] == "off"
             found.append(
                 Comparison(
@@ -173,7 +165,6 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
                     compare_turns(turns_of_both),
                     step,
                     step_us,
-                    starts,
                 )
             )
     return found
@@ -288,18 +279,6 @@ def report_text(records: Sequence[Record]) -> str:
             "Where noise leaves a verdict open, look at the step's microseconds: they depend less "
             "on what else the machine does.\n"
         )
-    if len(starts) > 1:
-        parts += [
-            "The same, start by start (each has engines of its own):\n",
-            table(
-                "Load | Compared | With | Time",
-                [
-                    [c.load, c.label, c.reference, ", ".join(map(str, c.starts))]
-                    for c in found
-                    if len(c.starts) > 1
-                ],
-            ),
-        ]
     parts += [
         "## Rounds\n",
         "Spread is the distance of the quartiles; slow rounds are more than 3 % above the median. "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make soak`: thousands of requests, some of them aborted, leave nothing behind."""
+"""Thousands of requests, some of them aborted, leave nothing behind."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks.common import Failure, Records
-from benchmarks.overhead.__main__ import read_arguments, turns_of
+from benchmarks.overhead.__main__ import turns_of
 from benchmarks.overhead.builds import Build, Variant, read_builds, read_variants
-from benchmarks.overhead.loads import LOADS, TINY_LOADS
-from benchmarks.overhead.report import comparisons, pairs_to_compare, report_text, write_report
+from benchmarks.overhead.loads import TINY_LOADS
+from benchmarks.overhead.report import comparisons, pairs_to_compare, report_text
 
 SETUP = {
     "model": "tiny",
@@ -95,23 +95,10 @@ def test_build_without_an_engine_that_is_off_is_compared_with_the_first_build() 
     assert pairs == [(("ours", "silent"), ("release", "off"))]
 
 
-@pytest.mark.parametrize(("mode", "asking"), [("silent", 0), ("tenth", 12), ("all", 128)])
-def test_share_of_the_requests_that_ask(mode: str, asking: int) -> None:
-    assert sum(map(bool, LOADS["decode"].asks(mode))) == asking
-
-
 @pytest.mark.parametrize("word", ["a", "a:of", "c:off", ":off", "a:off"])
 def test_unknown_engines_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="BUILD:FLAG"):
         read_variants(["a:off", word], read_builds(["a="]))
-
-
-def test_a_script_selects_a_build(tmp_path: Path) -> None:
-    script = tmp_path / "env-1.sh"
-    script.write_text("export PYTHONPATH=/elsewhere\n")
-    command = Build("a", str(script)).command(["-c", "pass"])
-    assert command[:2] == ["bash", "-c"]
-    assert f". {script}" in command[2]
 
 
 def test_records_go_on_after_a_kill(tmp_path: Path) -> None:
@@ -131,13 +118,6 @@ def test_records_go_on_after_a_kill(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert all(json.loads(line) for line in lines)
     assert len(lines) == 1 + 1 + 9 + 1 + 1
-
-
-def test_rounds_of_other_engines_do_not_count(tmp_path: Path) -> None:
-    records = Records(tmp_path / "records.jsonl")
-    for record in records_of(2):
-        records.add(record)
-    assert records.rounds([OFF.name]) == {}
 
 
 def test_records_of_another_setup_are_refused(tmp_path: Path) -> None:
@@ -189,25 +169,3 @@ def test_summary_has_percentages_and_verdicts_from_eight_rounds_on(
     assert ("%" in costs) == given
     assert ("| met |" in costs) == given
     assert ("too few rounds" in costs) != given
-
-
-def test_report_tells_rounds_with_other_tokens() -> None:
-    records = records_of(8)
-    records[-1]["tokens"] = "other"
-    assert "decode 7 of 8" in report_text(records)
-
-
-def test_report_is_a_file(tmp_path: Path) -> None:
-    text = write_report(records_of(8), tmp_path)
-    assert (tmp_path / "report.md").read_text() == text
-
-
-def test_unknown_loads_are_refused() -> None:
-    with pytest.raises(SystemExit):
-        read_arguments(["--out", "x", "--loads", "decode,other"])
-
-
-def test_options_are_an_object(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        read_arguments(["--out", "x", "--options", "[1]"])
-    assert "[1] is not a JSON object" in capsys.readouterr().err

@@ -10,10 +10,9 @@ import zipfile
 
 import pytest
 
-from tests.deploy.conftest import IMAGE, ROOT, Stage
+from tests.deploy.conftest import IMAGE, Stage
 from tests.stub import Stub
 from tests.tools.toy import VERSION, Toy, add_series, make_toy
-from tools.common.pin import DEFAULT_LINE
 
 NVCC = "Cuda compilation tools, release 13.0, V13.0.88\n"
 
@@ -93,40 +92,6 @@ def test_the_version_of_a_base_without_nvcc_is_that_of_its_cuda(base: Stage) -> 
     done = base.run("image/base.sh", IMAGE, "cuda", CUDA_VERSION="12.9.1")
     assert done.returncode == 1
     assert "found:    12.9.1" in done.stderr
-
-
-# --- packages.sh ----------------------------------------------------------------------------------
-
-
-def packages(stage: Stage, role: str):
-    lists = stage.place / "lists"
-    lists.mkdir()
-    (lists / "index").write_text("")
-    return stage.run("image/packages.sh", role, LISTS=str(lists), NOTES=str(stage.place / "notes"))
-
-
-def test_the_python_of_the_base_is_kept(stage: Stage) -> None:
-    """vLLM's own image has Python 3.12 on a distribution that has none."""
-    for name in ("apt-get", "python3.12"):
-        stage.program(name)
-    stage.program("dpkg-query", "gcc 12\n")
-    assert packages(stage, "cuda").returncode == 0
-    check, _, install, _ = stage.calls()
-    assert check[0] == "python3.12"
-    assert "gcc" in install
-    assert not [word for word in install if word.startswith("python")]
-    assert (stage.place / "notes/system-packages.txt").read_text() == "gcc 12\n"
-
-
-def test_a_distribution_without_the_packages_is_told(stage: Stage) -> None:
-    stage.program("python3.12", status=127)
-    stage.program("apt-get", status=100)
-    # update must work for install to be what fails
-    path = stage.place / "bin/apt-get"
-    path.write_text('#!/bin/sh\n[ "$1" = update ]\n')
-    done = packages(stage, "cuda")
-    assert done.returncode == 1
-    assert "or an image that has the Python itself" in done.stderr
 
 
 # --- wheel.sh -------------------------------------------------------------------------------------
@@ -229,28 +194,6 @@ mkdir -p "$3/bin"
 cp {bin}/pip "$3/bin/python"
 cp {bin}/uv "$3/bin/uv"
 """
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_only_what_is_locked_and_the_wheel_are_installed(stage: Stage, status: int) -> None:
-    stage.program("pip")
-    stage.program("uv", status=status)
-    maker = stage.place / "maker"
-    maker.write_text(_VENV.format(bin=stage.place / "bin"))
-    maker.chmod(0o755)
-    wheel = stage.place / "vllm-1.whl"
-    wheel.write_text("")
-    locks = ROOT / "requirements" / DEFAULT_LINE
-    words = ("cuda", str(stage.place), str(locks), str(stage.place / "venv"))
-    done = stage.run("image/install.sh", *words, PYTHON=str(maker))
-    assert (done.returncode != 0) == bool(status)
-    bootstrap, sync, *rest = stage.calls()
-    assert {"--require-hashes", "--only-binary"} <= set(bootstrap)
-    assert {"--require-hashes", "--no-build", str(locks / "cuda.txt")} <= set(sync)
-    if not status:
-        install, check = rest
-        assert {"--no-deps", "--no-index", str(wheel)} <= set(install)
-        assert check[2:4] == ["pip", "check"]
 
 
 MISSING = "The package `vllm` requires `torchcodec>=1 ; x`, but it's not installed\n"

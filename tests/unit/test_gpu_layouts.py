@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from examples.client import Completion
-from gpu.layouts import __main__ as program
 from gpu.layouts import cells
 from gpu.layouts.answers import (
     Failed,
@@ -135,14 +133,3 @@ def test_logits_that_are_no_numbers_are_noticed(tmp_path: Path) -> None:
     write_rank(tmp_path, 0, logits, np.array([4, 5, 6]))
     with pytest.raises(Failed, match="layer 1: the model gave logits that are no numbers"):
         gather_logits(tmp_path)
-
-
-def test_cell_that_needs_more_gpus_than_there_are_is_unverified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    arguments = argparse.Namespace(out=tmp_path / "out", minutes=1, device="cuda")
-    run = program.Run(arguments, tmp_path)
-    result = run.run("tp2", 0, "float32")["result"]
-    assert result == "unverified: needs 2 GPUs, this host has 1"
-    assert result in (tmp_path / "out" / "layouts.md").read_text()
