@@ -221,7 +221,7 @@ line: $(TOOLS_LOCKED) #> Begin a line from another one: make line FROM=v0.33.0 O
 	$(TOOLS) series line --from "$(FROM)" $(ARGS)
 
 .PHONY: submit
-submit: $(TOOLS_LOCKED) #> A branch and a text for upstream, never pushed: make submit ARGS='PATCH --clone ...'
+submit: $(TOOLS_LOCKED) #> A branch for upstream, never pushed: make submit ARGS='PATCH --clone ...'
 	$(TOOLS) upstream submit $(ARGS)
 
 ##@ Build and install

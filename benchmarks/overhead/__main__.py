@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.common import WORK, Failure, Records, command, read_gpu, tell
 from benchmarks.overhead.builds import Variant, read_builds, read_variants
-from benchmarks.overhead.engine import Engine, engine_arguments, engine_options, running
+from benchmarks.overhead.engine import Engine, engine_options, running
 from benchmarks.overhead.loads import MODES, loads_of
 from benchmarks.overhead.report import write_report
 from harness.shapes import MODELS, model_config
@@ -79,7 +79,7 @@ class Bench:
         arguments = self.arguments
         with contextlib.ExitStack() as stack:
             for variant in self.variants:
-                options = engine_options(arguments.model, arguments.kv_gib) | arguments.options
+                options = engine_options(arguments.model, arguments.kv_gib)
                 settings = {
                     "name": variant.name,
                     "model": arguments.model,
@@ -206,13 +206,6 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--kv-gib", type=float, default=5.0, help="KV cache of each engine, GiB")
     parser.add_argument(
-        "--options",
-        type=engine_arguments,
-        default={},
-        metavar="JSON",
-        help="more arguments of all engines",
-    )
-    parser.add_argument(
         "--loads", type=lambda text: text.split(","), help="which; all if not given"
     )
     parser.add_argument(
@@ -257,7 +250,7 @@ def main() -> int:
             {
                 "model": arguments.model,
                 "layers": config["num_hidden_layers"],
-                "options": engine_options(arguments.model, arguments.kv_gib) | arguments.options,
+                "options": engine_options(arguments.model, arguments.kv_gib),
                 "loads": {
                     name: {**asdict(load), "text": load.text} for name, load in loads.items()
                 },

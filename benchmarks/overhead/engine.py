@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import socket
@@ -44,15 +43,6 @@ def engine_options(model: str, kv_gib: float) -> dict[str, Any]:
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
         "seed": 0,
     }
-
-
-def engine_arguments(text: str) -> dict[str, Any]:
-    """For argparse: the arguments of an engine in a JSON object."""
-    with contextlib.suppress(ValueError):
-        arguments = json.loads(text)
-        if isinstance(arguments, dict):
-            return arguments
-    raise argparse.ArgumentTypeError(f"{text} is not a JSON object of engine arguments")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ Exit status: 0 all rows agree; 1 failed, with the reason in one sentence; 2 wron
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -23,13 +22,12 @@ from rich.markup import escape
 from tokenizers import Tokenizer
 
 from demos import program
-from demos.program import Failure, Waiting
+from demos.program import Failure
 from demos.rows import report
 from examples.client import Completion, Rows
 from harness import text
 from harness.lines import LINES, installed
 from harness.oracle import Comparison, Oracle, compare
-from harness.process import Kept
 
 CHUNK = 64  # tokens per engine step: longer prompts are prefilled in pieces
 MOST_TOLD = 5  # disagreements named one by one
@@ -61,8 +59,6 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
         rows = [answer.rows for answer in answers if len(answer.rows)]
         if len(rows) < len(answers):
             reason = "the answer has no routed_experts field"
-            if args.pristine:
-                reason += f", and {_look_offline(checkpoint, out, env, console)}"
             raise Failure(f"this vLLM does not return routed experts: {reason}")
         if args.pristine:
             if not any(r.any() for r in rows):
@@ -149,30 +145,6 @@ def _ask(
     return [answers[p.name] for p in prompts]
 
 
-def _look_offline(checkpoint: Path, out: Path, env: dict[str, str], console: Console) -> str:
-    """What `LLM.generate` of this vLLM returns, as the end of a sentence."""
-    result = out / "offline.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "examples.offline", str(checkpoint), str(result)]
-    with (
-        Waiting(console, "asking LLM.generate offline") as waiting,
-        Kept(command, out / "offline.log", env) as child,
-    ):
-        while child.poll() is None:
-            waiting.progress(waiting.elapsed, child.last_line())
-            time.sleep(0.1)
-    if not result.exists():
-        return f"offline LLM.generate failed: {child.first_error()} (log: {child.log})"
-    found = json.loads(result.read_text())
-    if found["shape"] is None:
-        return "offline LLM.generate returns none either"
-    rows, layers, top_k = found["shape"]
-    what = f"{rows} rows of {layers} layers x {top_k} ids"
-    if found["nonzero"]:
-        return f"offline LLM.generate returns {what}, {found['nonzero']:,} of them not zero"
-    return f"offline LLM.generate returns only zero rows ({what}, all 0)"
-
-
 def _check(prompt: text.Prompt, answer: Completion, rows: Rows, oracle: Oracle) -> Comparison:
     """Compare one answer's rows with the oracle's route through the same tokens."""
     if answer.start != 0:
@@ -244,9 +216,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--corrupt", action="store_true", help="change one captured id first; must then fail"
     )
     way.add_argument(
-        "--pristine",
-        action="store_true",
-        help="say what an unpatched vLLM returns, also offline; must fail",
+        "--pristine", action="store_true", help="say what an unpatched vLLM returns; must fail"
     )
     args = parser.parse_args(argv)
     if args.eager and args.pristine:

@@ -46,6 +46,8 @@ from gpu.layouts.answers import (
 from gpu.layouts.cells import CELLS, QWEN3, Cell, make_model
 from gpu.layouts.running import Refused, device_environment, run_cell
 
+CELL_S = 180.0  # the most that a cell may take
+
 
 class Run:
     def __init__(self, arguments: argparse.Namespace, work: Path) -> None:
@@ -71,7 +73,7 @@ class Run:
         scratch.mkdir()
         try:
             check_host(name, cell, self.arguments.device)
-            limit_s = min(self.arguments.cell_seconds, self.deadline - time.monotonic())
+            limit_s = min(CELL_S, self.deadline - time.monotonic())
             if limit_s < 30:
                 raise TimeoutError("no minutes left")
             environment = device_environment(
@@ -133,11 +135,10 @@ class Run:
             make_model(model, self.work / "models")
         dtype = "float32"
         # The reference runs each time: its rows are not in the record.
-        first = [] if arguments.no_reference else ["one"]
-        first += [n for n in names if n == "one-bf16" and n not in done]
+        first = ["one", *(n for n in names if n == "one-bf16" and n not in done)]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             tried = list(pool.map(lambda p: self.run(p[1], p[0], dtype), enumerate(first)))
-        if "one" in first and tried[0]["result"] != "ok":
+        if tried[0]["result"] != "ok":
             print("no float32 of one GPU: bfloat16, and no comparison with it", flush=True)
             dtype = "bfloat16"
         rest = [n for n in names if n not in ("one", "one-bf16") and n not in done]
@@ -180,9 +181,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, choices=[1, 2, 4, 8], default=2)
     parser.add_argument("--out", type=Path, default=Path("build/layouts"))
     parser.add_argument("--only", type=lambda s: s.split(","), help="cells, comma-separated")
-    parser.add_argument("--no-reference", action="store_true", help="own logits alone")
     parser.add_argument("--minutes", type=float, default=8.0, help="no cell runs after that")
-    parser.add_argument("--cell-seconds", type=float, default=180.0, help="a cell's limit")
     parser.add_argument("--together", type=int, default=3, help="cells at a time")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()

@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given, seed
 from hypothesis import strategies as st
 
-from examples.client import decode_rows
 from harness.lines import LINES
 from harness.server import Server
 from tests import endpoints
-from tests.behaviour.fuzz.requests import BODIES, FUZZ, JSON, PROMPT, SEED, post
-from tests.clients.driving import encode
+from tests.behaviour.fuzz.requests import BODIES, FUZZ, JSON, SEED, post
 
 pytestmark = pytest.mark.slow
 
@@ -63,43 +61,6 @@ def test_prompt_rows_that_cannot_be_the_prompts_are_a_400_with_one_sentence(
         assert f"kv_transfer_params.{KEY}" in message, message
         assert message.endswith("."), message
         assert ". " not in message.replace("...", ""), message
-    check_server()
-
-
-@FLAGS
-@PATHS
-def test_prompt_rows_for_several_readers_are_a_400(
-    server: Server, check_server: Callable[[], None], path: str, stream: bool
-) -> None:
-    carrier = json.dumps(get_valid(server, path))
-    params = {"remote_block_ids": [[1]], KEY: "<rows>"}
-    sampling: dict[str, Any] = {"n": 2}
-    if "inference" in path:
-        sampling = {"sampling_params": {"n": 2, "max_tokens": 2}}
-    changes: list[dict[str, Any]] = [{"kv_transfer_params": params, **sampling}]
-    if path == "/v1/completions":
-        changes.append({"prompt": [PROMPT, PROMPT]})
-    for change in changes:
-        status, text = send(server, path, carrier, stream=stream, **change)
-        assert status == 400, text[:500]
-        assert KEY in text, text
-    check_server()
-
-
-@FLAGS
-@PATHS
-def test_prompt_rows_that_say_nothing_or_what_is_known_are_taken(
-    server: Server, check_server: Callable[[], None], path: str, stream: bool
-) -> None:
-    valid = get_valid(server, path)
-    odd = {"moe_layers": [[[]]], "num_prompt_tokens": -1, "more": {"a": [None]}}
-    empty = encode(decode_rows(valid["routed_experts"])[:0])
-    texts = [json.dumps(c) for c in (None, True, False, valid, {**valid, **odd})]
-    texts.append(json.dumps({**valid, "routed_experts": empty}))
-    for text in texts:
-        status, reply = send(server, path, text, stream=stream)
-        assert status == 200, (text[:200], reply[:500])
-        assert '"routed_experts_start":0' in reply, (text[:200], reply[:500])
     check_server()
 
 
