@@ -29,15 +29,18 @@ from tools.series.series import fingerprint, read_series
 
 ROOT = Path(__file__).parents[2]
 
-# By line: its mutants, and its property test.
+# By line: its mutants, and its property tests.
 LINES = {
-    "v0.20.2": (v0_20_2.MUTANTS, "tests/v0_20_2"),
-    "v0.33.0": (v0_33_0.MUTANTS, "tests/v0_33_0/test_connector.py"),
+    "v0.20.2": (v0_20_2.MUTANTS, ["tests/v0_20_2"]),
+    "v0.33.0": (
+        v0_33_0.MUTANTS,
+        ["tests/v0_33_0/test_connector.py", "tests/v0_33_0/test_forced_scheduling.py"],
+    ),
 }
 
 
-def examples_to_notice(mutant: Mutant, installed: Path, test: str) -> int | None:
-    """How many examples of each setup the property test needs to fail with the mutant in the vLLM
+def examples_to_notice(mutant: Mutant, installed: Path, tests: list[str]) -> int | None:
+    """How many examples of each setup the property tests need to fail with the mutant in the vLLM
     package `installed`. None if it passes with all."""
     original = (installed / mutant.file).read_text()
     with tempfile.TemporaryDirectory() as folder:
@@ -47,14 +50,14 @@ def examples_to_notice(mutant: Mutant, installed: Path, test: str) -> int | None
         mutated = package / mutant.file
         mutated.unlink()
         mutated.write_text(original.replace(mutant.before, mutant.after))
-        return next((n for n in mutant.examples if not passes(mutant, folder, test, n)), None)
+        return next((n for n in mutant.examples if not passes(mutant, folder, tests, n)), None)
 
 
-def passes(mutant: Mutant, folder: str, test: str, examples: int) -> bool:
-    """Whether a property test passes with the package in `folder`."""
+def passes(mutant: Mutant, folder: str, tests: list[str], examples: int) -> bool:
+    """Whether the property tests pass with the package in `folder`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "--hypothesis-profile=unshrunk", "-k", mutant.setups, test],
+        [*command, "--hypothesis-profile=unshrunk", "-k", mutant.setups, *tests],
         cwd=ROOT,
         env={
             **os.environ,
@@ -116,7 +119,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     words = arguments.words
-    of_line, test = LINES[arguments.on]
+    of_line, tests = LINES[arguments.on]
     mutants = [m for m in of_line if not words or any(word in m.name for word in words)]
     if not mutants:
         names = ", ".join(mutant.name for mutant in of_line)
@@ -129,12 +132,12 @@ def main() -> int:
                 f"mutant '{mutant.name}': {mutant.file} has its line {count} times, expected "
                 f"once; mend the table of {arguments.on}"
             )
-    if not passes(Mutant("none", "", "", ""), str(installed.parent), test, EXAMPLES[0]):
+    if not passes(Mutant("none", "", "", ""), str(installed.parent), tests, EXAMPLES[0]):
         raise SystemExit("the property test fails without a mutant; mend that first")
     found: dict[str, int | None] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool, console.status("") as status:
         running = {
-            pool.submit(examples_to_notice, mutant, installed, test): mutant for mutant in mutants
+            pool.submit(examples_to_notice, mutant, installed, tests): mutant for mutant in mutants
         }
         for count, future in enumerate(as_completed(running), 1):
             name = running[future].name

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of the line v0.33.0, whose property test is `tests/v0_33_0/test_connector.py`."""
+"""Mutants of the line v0.33.0, whose property tests are `tests/v0_33_0/test_connector.py` and
+`tests/v0_33_0/test_forced_scheduling.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from checks.mutants import Mutant
 CONFIG = "config/aux_output.py"
 CONNECTOR = "distributed/aux_output_connector/connector.py"
 WORKER = "distributed/aux_output_connector/worker.py"
+FORCED = "v1/forced_routed_experts.py"
+FORCED_WORKER = "v1/worker/gpu/forced_routed_experts.py"
+WEIGHTS = "model_executor/layers/fused_moe/router/forced_experts.py"
 BLOCK_POOL = "v1/core/block_pool.py"
 BLOCKS = "v1/core/kv_cache_utils.py"
 KV_CACHE = "v1/core/kv_cache_manager.py"
@@ -271,5 +275,62 @@ MUTANTS = [
         "        return not self.routed_experts_opt_in if asked is None else asked\n",
         "        return True if asked is None else asked\n",
         setups="opt-in",
+    ),
+    # Forced experts.
+    Mutant(
+        "hash without routes",
+        BLOCKS,
+        "        if digest is not None:\n",
+        "        if False:\n",
+        setups="forced",
+    ),
+    Mutant(
+        "hash without the place of the routes in the block",
+        FORCED,
+        '            offset.to_bytes(8, "little") + rows',
+        '            b"" + rows',
+        setups="forced",
+    ),
+    Mutant(
+        "rows of the token before",
+        FORCED_WORKER,
+        "                        start - forced.start : end - forced.start\n",
+        "                        (at := max(start - forced.start - 1, 0)) : at + end - start\n",
+        setups="forced",
+    ),
+    Mutant(
+        "rows after the cached tokens begin one too early",
+        FORCED,
+        "self.start + skipped, self.rows[skipped:])",
+        "self.start + skipped, self.rows[max(skipped - 1, 0) :])",
+        setups="forced",
+    ),
+    Mutant(
+        "rows of a step stay for the next one",
+        FORCED_WORKER,
+        "        self._forcer.clear()\n",
+        "",
+        setups="forced",
+    ),
+    Mutant(
+        "rows forgotten after the first chunk",
+        FORCED_WORKER,
+        "                if end == forced.end:\n",
+        "                if start < end:\n",
+        setups="forced",
+    ),
+    Mutant(
+        "forced experts not normalised",
+        WEIGHTS,
+        "log_scores.softmax(dim=-1) if renormalize else log_scores.exp()",
+        "log_scores.exp()",
+        setups="forced",
+    ),
+    Mutant(
+        "forced experts not scaled",
+        WEIGHTS,
+        "    return weights * routed_scaling_factor\n",
+        "    return weights\n",
+        setups="forced",
     ),
 ]

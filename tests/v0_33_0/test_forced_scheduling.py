@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu import forced_routed_experts as worker_side
 from tests.v0_33_0.connector.engine import Engine
 from tests.v0_33_0.connector.operations import LENGTHS, PROMPTS, TAILS, operation, sequences
 from tests.v0_33_0.connector.runner import BlockIds, Runner
-from tests.v0_33_0.connector.setups import MAX_LEN, Setup
+from tests.v0_33_0.connector.setups import BLOCK, MAX_LEN, Setup
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "100"))
 LAYERS = 3
@@ -60,15 +60,20 @@ def make_routes(seed: int) -> Rows:
         )
     rows = scores.argsort(-1)[..., :TOP_K].astype(DTYPE)
     rows[::4, seed % LAYERS] = -1
-    if seed == 3:
+    if seed == 2:
         rows[::2] = -1
+    if seed == 3:
+        # One row at every position: only its place tells blocks apart.
+        rows[:] = rows[1]
     return rows
 
 
 ROUTES = [make_routes(seed) for seed in range(4)]
 # Seed, first position and length of a forced range.
 RANGES = st.tuples(
-    st.integers(0, len(ROUTES) - 1), st.sampled_from([0, 0, 3, 4, 9]), st.integers(1, MAX_LEN)
+    st.integers(0, len(ROUTES) - 1),
+    st.sampled_from([0, 0, 1, 3, 4, 9]),
+    st.sampled_from([1, 2, 6, 30]),
 )
 
 
@@ -169,6 +174,12 @@ class ForcedEngine(Engine):
             if len(prompt) + max_tokens < MAX_LEN:
                 self.add(prompt, max_tokens, forced=(seed, 0, len(prompt) - len(tail)))
 
+    def move(self, prompt: list[int], first: int, length: int) -> None:
+        """Ask for a prompt with the same rows at two places."""
+        for start in (first, first + 1):
+            self.add([*prompt, *range(BLOCK)], 1, forced=(3, start, length))
+            self.drain()
+
     def check_nothing_is_left(self) -> None:
         super().check_nothing_is_left()
         assert not self.runner.state._requests
@@ -177,6 +188,7 @@ class ForcedEngine(Engine):
 FORCED = [
     *[operation("add", PROMPTS, LENGTHS, forced=RANGES)] * 4,
     *[operation("resume", st.integers(0, 20), TAILS, st.integers(1, 6), st.integers(0, 3))] * 2,
+    operation("move", PROMPTS, st.integers(0, 3), st.integers(1, 2)),
     operation("add", PROMPTS, LENGTHS, forced=RANGES, return_routed_experts=st.just(False)),
 ]
 SESSION = operation("add", PROMPTS, st.integers(1, 6), forced=RANGES, session=st.just(True))
