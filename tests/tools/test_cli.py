@@ -61,13 +61,3 @@ def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -
     assert lines[0] == "a command failed with exit status 128"
     assert lines[1] == f"    $ git -C {tmp_path} cat-file -p 'no such thing'"
     assert lines[2].startswith("    fatal: ")
-
-
-def test_contents_come_back_as_they_went_in(tmp_path: Path) -> None:
-    git = Git(tmp_path)
-    git.run("init", "--quiet")
-    wanted = [b"", b"\n", b"one\r\ntwo", bytes(range(256))]
-    for number, data in enumerate(wanted):
-        (tmp_path / f"{number}").write_bytes(data)
-    git.run("add", "--all")
-    assert list(git.contents(git.text("write-tree")).values()) == wanted

@@ -180,15 +180,6 @@ def test_a_patch_keeps_its_file_name(toy: Toy) -> None:
     assert b"Do without" in (toy.patches / NAMES[2]).read_bytes()
 
 
-def test_a_new_order_is_exported(toy: Toy) -> None:
-    script = toy.root / "reverse.sh"
-    script.write_text('#!/bin/sh\nsed -i "2{h;d};3{G}" "$1"\n')
-    script.chmod(0o755)
-    git(toy.tree, "rebase", "-q", "-i", "refs/re/base", GIT_SEQUENCE_EDITOR=str(script))
-    toy.do("series", "export")
-    assert toy.listed() == [NAMES[0], NAMES[2], NAMES[1]]
-
-
 def merge(toy: Toy) -> None:
     git(toy.tree, "checkout", "-q", "-b", "side", "HEAD~1")
     more(toy, "[Core] Side")
@@ -271,18 +262,6 @@ def test_a_patch_is_dropped_by_name(toy: Toy) -> None:
     git(toy.tree, "reset", "-q", "--hard", "HEAD~1")
     assert f"removed {NAMES[2]}" in toy.do("series", "export", "--drop", NAMES[2])
     assert sorted(toy.snapshot()) == sorted([*NAMES[:2], "series", "upstream.toml"])
-
-
-def test_files_that_are_not_of_the_series_stay(toy: Toy) -> None:
-    for name in ("NOTES.md", "one-more.patch"):
-        (toy.patches / name).write_text("somebody's\n")
-    more(toy, "[Core] Two more", "vllm/two.py")
-    toy.do("series", "export")
-    assert toy.listed() == [*NAMES, "two-more.patch"]
-    more(toy)
-    assert "one-more.patch" in toy.refuse("series", "export")
-    for name in ("NOTES.md", "one-more.patch"):
-        assert (toy.patches / name).read_text() == "somebody's\n"
 
 
 def test_an_export_that_was_cut_off_is_done_again(toy: Toy) -> None:

@@ -94,22 +94,6 @@ def test_a_branch_is_signed_by_the_sender(toy: Toy, clone: Path) -> None:
     assert git(clone, "rev-parse", branch) == head
 
 
-def test_others_trailers_are_kept_and_own_headers_go_whole(toy: Toy, clone: Path) -> None:
-    body = HEADERS.replace("returns rows\n", "returns rows, and\n tells of them\n")
-    add(toy, "[Core] More", "more", body + "Co-authored-by: Bo <b@c.org>\n")
-    submit(toy, clone, "more")
-    trailers = git(clone, "log", "-1", "--format=%(trailers:separator=%x2c)", "more")
-    assert trailers == f"Co-authored-by: Bo <b@c.org>,Signed-off-by: {WHO}"
-    assert "tells of them" not in message(clone, "more")
-
-
-def test_several_patches_are_on_one_branch(toy: Toy, clone: Path) -> None:
-    out = submit(toy, clone, THIRD, FIRST, "--branch", "rows/all")
-    assert branches(clone) == ["main", "rows/all"]
-    assert subjects(clone, "rows/all") == ["[Core] Count rows", "[Misc] Drop the old module"]
-    assert f"branch rows/all: {FIRST}, {THIRD}" in out
-
-
 def test_a_patch_stands_on_what_it_needs_and_on_what_these_need(toy: Toy, clone: Path) -> None:
     add(toy, "[Core] One", "one")
     add(toy, "[Core] Two", "two", needing("one.patch", THIRD))
