@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "steps in flight count after a failed load",
         KV_TRANSFER,
-        "            manager.discard_steps_in_flight(rows.request.request_id, rows)\n",
+        "            manager.discard_steps_in_flight(rows)\n",
         "",
     ),
     Mutant(
@@ -125,8 +125,16 @@ MUTANTS = [
     Mutant(
         "rows of a shared block that were lost count as there",
         MANAGER,
-        "                other.forget_lost(rows, self.rows.block_size)\n",
-        "                pass\n",
+        "            and other.forget_lost(rows, self.rows.block_size)\n",
+        "            and False\n",
+    ),
+    Mutant(
+        "requests that share lost rows end with their next rows",
+        MANAGER,
+        "        for other in self._fail(rows, error):\n",
+        "        for other in self._fail(rows, error)[:0]:\n",
+        setups="sessions and batch",
+        examples=(1501, 5000),
     ),
     Mutant(
         "block whose rows were lost used",
@@ -172,6 +180,22 @@ MUTANTS = [
         "if not (block_id in invalid_block_ids or block_id in blocks_to_evict):",
         "if block_id not in invalid_block_ids:",
         setups="failed",
+        examples=(1500, 6000),
+    ),
+    Mutant(
+        "block that a request computes counts as loaded",
+        SCHEDULER,
+        "            req_num_computed_tokens = request.num_cached_at_first_step\n",
+        "            req_num_computed_tokens = request.num_computed_tokens\n",
+        setups="batch and failed",
+        examples=(1500, 6000),
+    ),
+    Mutant(
+        "load of a later step makes earlier steps unsure",
+        SCHEDULER,
+        "        if routed_experts is not None and step in self.load_steps:\n",
+        "        if routed_experts is not None and self.load_steps:\n",
+        setups="batch and failed",
         examples=(1500, 6000),
     ),
     Mutant(
