@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import zipfile
 
 import pytest
 
@@ -87,13 +86,6 @@ def test_a_base_that_cannot_carry_the_wheel_is_refused(
     assert said in done.stderr
 
 
-def test_the_version_of_a_base_without_nvcc_is_that_of_its_cuda(base: Stage) -> None:
-    base.program("nvcc", status=127)
-    done = base.run("image/base.sh", IMAGE, "cuda", CUDA_VERSION="12.9.1")
-    assert done.returncode == 1
-    assert "found:    12.9.1" in done.stderr
-
-
 # --- wheel.sh -------------------------------------------------------------------------------------
 
 
@@ -155,26 +147,6 @@ def test_a_wheel_that_is_there_is_taken(
     assert "wheel: " not in done.stdout
     (wheel,) = (stage.place / "out").glob("*.whl")
     assert wheel.read_bytes() == (out / wheel.name).read_bytes()
-
-
-def test_wheels_of_another_line_are_left_alone(stage: Stage, project: Toy) -> None:
-    other = project.root / "build" / "other" / "wheels-cuda"
-    other.mkdir(parents=True)
-    (other / "vllm-1.0-cp38-abi3-linux_x86_64.whl").write_text("")
-    done = make_wheel(stage, project, labels(project))
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_wheel_with_a_changed_file_is_refused(stage: Stage, project: Toy) -> None:
-    out = project.build / "wheels-cuda"
-    project.do("wheel", "build", "--variant", "cuda", "--out", str(out))
-    (path,) = out.iterdir()
-    with zipfile.ZipFile(path, "a") as wheel:
-        wheel.writestr("vllm/extra.py", "")
-    done = make_wheel(stage, project, labels(project))
-    assert done.returncode == 1
-    assert "vllm/extra.py" in done.stderr
-    assert not (stage.place / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["PIN", "SERIES_FINGERPRINT", "WHEEL_VERSION", "PURPOSE"])
