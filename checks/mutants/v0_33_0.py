@@ -166,6 +166,21 @@ MUTANTS = [
         "        if self._pending_outputs:\n            # A step in flight may need it.",
         "        if False:",
     ),
+    # Losses.
+    Mutant(
+        "worker takes what the scheduler says before it knows of a loss",
+        WORKER,
+        "            if metadata.generation == self._lost_generation:\n                return\n",
+        "",
+        setups="fault or recovery",
+    ),
+    Mutant(
+        "no new generation after a loss",
+        CONNECTOR,
+        "        self.reset()\n        return lost - self._taken.keys()\n",
+        "        return lost - self._taken.keys()\n",
+        setups="fault or recovery",
+    ),
     # Loads, faults and remote prefills.
     Mutant(
         "external KV taken without its rows",

@@ -450,11 +450,16 @@ class Engine:
     def note_failing(self) -> None:
         """Requests may end with an error that are there while the scheduler does not know yet
         which rows are lost."""
-        store = self.runner.connector._store
-        if self.faults and (self.runner.num_steps <= self.fails_until or store.lost_all):
+        if self.faults and (self.runner.num_steps <= self.fails_until or self.has_lost()):
             self.may_fail.update(
                 req_id for req_id in self.asking if not self.requests[req_id].is_finished()
             )
+
+    def has_lost(self) -> bool:
+        """Whether the worker has lost all rows, and the scheduler does not know."""
+        worker, scheduler_side = self.runner.connector, self.scheduler.aux_output_connector
+        lost = getattr(worker, "_lost_generation", -1) == scheduler_side._generation
+        return lost or getattr(worker._store, "failed", False)
 
     def crash(self, draft_is_right: list[bool], where: str) -> None:
         """A step fails in the worker: before it begins, when it has begun, or when its rows are
@@ -538,7 +543,7 @@ class Engine:
     def check_nothing_is_left(self) -> None:
         """Only cached blocks are left of requests that have ended, and stored rows that the
         scheduler counts."""
-        if getattr(self.runner.connector._store, "lost_all", False):
+        if self.has_lost():
             # The scheduler hears of it with the next rows.
             self.add([1], 1)
             self.drain()
