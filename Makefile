@@ -145,6 +145,10 @@ test-line: $(INSTALLED) #> The tests of one line that need its vLLM, without lin
 test-long: $(INSTALLED) $(PRISTINE) #> Run the tests marked slow
 	@exec $(PY) -m pytest -m slow $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: it must survive them
+	@exec $(PY) -m pytest -m slow tests/behaviour/fuzz $(wildcard tests/$(subst .,_,$(LINE))/test_*fuzz.py)
+
 .PHONY: clients
 clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of TRL, verl, ms-swift, SkyRL, verifiers and megatron-core
 	@exec $(PY) -m pytest -m clients tests/clients
@@ -221,7 +225,7 @@ line: $(TOOLS_LOCKED) #> Begin a line from another one: make line FROM=v0.33.0 O
 	$(TOOLS) series line --from "$(FROM)" $(ARGS)
 
 .PHONY: submit
-submit: $(TOOLS_LOCKED) #> A branch for upstream, never pushed: make submit ARGS='PATCH --clone ...'
+submit: $(TOOLS_LOCKED) #> A branch and a text for upstream, never pushed: make submit ARGS='PATCH --clone ...'
 	$(TOOLS) upstream submit $(ARGS)
 
 ##@ Build and install
@@ -262,7 +266,9 @@ verify-cuda: $(LOCKED) #> Build the CUDA wheels twice: the same bytes, base plus
 	done
 	diff -r $(MADE)/verify-cuda/one/wheels $(MADE)/verify-cuda/two/wheels
 	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm $(PLACES)
-	$(PY) -m tools --on $(LINE) wheel compiled $(MADE)/verify-cuda/one/wheels/*.whl $(PLACES)
+	$(PY) -c 'from harness.checkpoint import make_checkpoint; make_checkpoint("$(MADE)/verify-cuda/checkpoint")'
+	$(PY) -m tools --on $(LINE) wheel compiled $(MADE)/verify-cuda/one/wheels/*.whl \
+		--checkpoint $(MADE)/verify-cuda/checkpoint $(PLACES)
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
 .PHONY: release

@@ -11,8 +11,20 @@ from tools.series.series import PROJECT_EMAIL, PROJECT_NAME
 
 FIRST, SECOND, THIRD = NAMES
 WHO = "Ada Person <ada@people.org>"
+TEMPLATE = """\
+## Purpose
+
+<details>
+<summary> The checklist </summary>
+
+- [ ] Say how it was tested.
+</details>
+
+**BEFORE SUBMITTING** read this
+"""
 UPSTREAM = {
     **TREE,
+    ".github/PULL_REQUEST_TEMPLATE.md": TEMPLATE,
     "vllm/envs.py": "BEFORE = 1\n" + ENVS,
 }
 
@@ -56,6 +68,10 @@ def message(clone: Path, branch: str) -> str:
     return git(clone, "log", "-1", "--format=%B", branch)
 
 
+def text(toy: Toy, branch: str) -> str:
+    return (toy.build / f"submit/{branch}.md").read_text()
+
+
 def add(toy: Toy, subject: str, name: str, body: str = HEADERS) -> None:
     toy.commit(subject, {f"vllm/{name}.py": f"{name.upper()} = 1\n"}, body)
     toy.do("series", "export")
@@ -65,7 +81,7 @@ def needing(*names: str) -> str:
     return HEADERS.replace("Drop-when", f"Needs: {', '.join(names)}\nDrop-when")
 
 
-def test_a_branch_is_signed_by_the_sender(toy: Toy, clone: Path) -> None:
+def test_a_branch_is_signed_by_the_sender_and_the_text_has_all_parts(toy: Toy, clone: Path) -> None:
     def state() -> list[str]:
         return [
             git(clone.parent / "origin.git", "for-each-ref"),
@@ -88,6 +104,20 @@ def test_a_branch_is_signed_by_the_sender(toy: Toy, clone: Path) -> None:
     assert said == f"{WHO}|{WHO}"
     body = "Rows are wanted; a user sees rows.\n\nSigned-off-by: "
     assert message(clone, branch) == f"{FOLDED}\n\n{body}{WHO}"
+    said = text(toy, branch)
+    for part in (
+        *(f"\n## {name}\n" for name in ("Purpose", "Test Plan", "Test Result", "Statements")),
+        "Rows are wanted; a user sees rows.",
+        ".venv/bin/python -m pytest tests/test_rows.py -v",
+        "pre-commit run --files tests/test_rows.py vllm/envs.py vllm/rows/__init__.py",
+        "run the plan on main, put the output here",
+        "AI assistance: ...",
+        "Not a duplicate because: ...",
+        "- [ ] Say how it was tested.",
+    ):
+        assert part in said
+    for foreign in ("BEFORE SUBMITTING", "Upstream-Status", "Drop-when", "Signed-", PROJECT_EMAIL):
+        assert foreign not in said
     # Once more: the same branch.
     head = git(clone, "rev-parse", branch)
     submit(toy, clone, SECOND)
@@ -104,6 +134,10 @@ def test_a_patch_stands_on_what_it_needs_and_on_what_these_need(toy: Toy, clone:
     assert subjects(clone, "three") == [third, "[Core] One", "[Core] Two", "[Core] Three"]
     assert "Needs" not in message(clone, "three")
     assert "stacked on drop-the-old-module.patch, one.patch, two.patch: these" in out
+    said = text(toy, "three")
+    assert "**Stacked.**" in said
+    assert "- [Core] One\n" in said
+    assert "Needs" not in said
 
 
 Do = Callable[[Toy, Path], object]

@@ -1,24 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches as a branch that a person can send to vLLM."""
+"""Patches as a branch that a person can send to vLLM, and the text of the pull request."""
 
 import argparse
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
-from tools.common.cli import Problems, ToolError, add_path
+from tools.common.cli import Problems, ToolError, add_path, count
+from tools.common.files import write
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series, scratch_worktree
 from tools.series.check import check_needs
 from tools.series.series import OWN_HEADER, Patch, choose, read_series, with_needs
 from tools.series.tree import APPLIED_REF, BASE_REF, identity
+from tools.upstream.testrun import is_test_file
 
 _SENDABLE = ("Pending", "Submitted")
 # A header's next lines begin with a blank. Nobody reads mail at .invalid: it is the project's.
 _NOT_SENT = re.compile(
     rf"^(?:{OWN_HEADER.pattern}.*(?:\n[ \t].*)*|Signed-off-by: .*\.invalid>[ \t]*)\n?", re.M
 )
+_TRAILER = re.compile(r"^[A-Z][A-Za-z-]+-by: .*\n?", re.MULTILINE)
+_TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
+_REQUEST = """\
+<!-- A draft on {label}. Nothing was sent: read every line, fill in the dots, then
+     send it yourself. Remove this comment. -->
+
+Title: {title}
+
+## Purpose
+
+{purpose}
+
+## Test Plan
+
+```bash
+{commands}
+pre-commit run --files {files}
+```
+
+## Test Result
+
+... (run the plan on {label}, put the output here)
+
+## Statements
+
+- Not a duplicate because: ... (what `gh issue view` and `gh pr list --repo \
+vllm-project/vllm --state open --search "..."` found)
+- AI assistance: ... (which, for what; every changed line was read by: ...)
+
+---
+{checklist}
+"""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +66,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Make a branch for vLLM with the patches that you name, and with the patches that they need.
-    You sign them off (git config). Nothing is pushed: you read it, answer for it and send it."""
+    You sign them off (git config). The text of the pull request is written too. Nothing is pushed:
+    you read it, answer for it and send it."""
     series, label = read_series(project.series_file), arguments.onto
     chosen = choose(series, arguments.patches)
     if kept := [patch for patch in chosen if not patch.status.startswith(_SENDABLE)]:
@@ -61,14 +97,19 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         what, found = "a branch of this name exists; no branch was made", clone.log(old)
         step = f"delete it: git -C {clone.path} branch -D {branch}; or: --branch"
         raise ToolError(what, branch, found=found, next_step=step)
+    none = b"(the base has no template for pull requests)"
+    template = clone.contents(base, _TEMPLATE).get(_TEMPLATE, none)
     below = [patch for patch, _ in stack if patch not in chosen]
+    path = project.build / "submit" / f"{branch.replace('/', '-')}.md"
     if not old:
         clone.run("branch", "--no-track", branch, head)
+    write(path, render_request(label, chosen, below, template.decode(errors="replace")))
     print(f"branch {branch}: {', '.join(patch.name for patch in chosen)}")
     if below:
         names = ", ".join(patch.name for patch in below)
         print(f"  stacked on {names}: these go first, or with it")
-    print("Nothing was pushed. Read every changed line, and run the tests: the messages say which.")
+    print(f"  pull request: {path}")
+    print("Nothing was pushed. Read every changed line, run the test plan, fill in the dots.")
 
 
 def find_person(clone: Path) -> tuple[str, str]:
@@ -109,3 +150,33 @@ def pick(git: Git, patch: Patch, commit: str, label: str, who: tuple[str, str]) 
     words = ("commit", "--quiet", "--cleanup=verbatim", "--signoff", "-F", "-")
     env = identity(git.log(commit, "%aI"), *who)
     git.run(*words, stdin=message_for(patch).encode(), env=env)
+
+
+def render_request(
+    label: str, patches: Sequence[Patch], below: Sequence[Patch], template: str
+) -> str:
+    """The pull request's text; ``below`` are patches of other pull requests in the branch."""
+    changed = (file for patch in patches for file in patch.diff if not file.is_removed_file)
+    files = sorted({file.path for file in changed})
+    purpose = []
+    for patch in patches:
+        purpose += [f"### {patch.subject}"] if len(patches) > 1 else []
+        purpose.append(_TRAILER.sub("", message_for(patch).partition("\n\n")[2]).strip())
+    if below:
+        purpose += [
+            f"**Stacked.** This branch also has {count(len(below), 'commit')} of other pull "
+            f"requests. Review only the other {count(len(patches), 'commit')}. Not for review:",
+            "\n".join(f"- {patch.subject}" for patch in below),
+        ]
+    commands = [f".venv/bin/python -m pytest {file} -v" for file in files if is_test_file(file)]
+    # Upstream's own checklist, unticked: the person ticks it.
+    match = re.search(r"<details>.*</details>", template, re.DOTALL)
+    text = _REQUEST.format(
+        label=label,
+        title=f"{patches[0].subject}{' (and more)' if len(patches) > 1 else ''}",
+        purpose="\n\n".join(purpose),
+        commands="\n".join(commands),
+        files=" ".join(files),
+        checklist=match[0] if match else template,
+    )
+    return re.sub(r"\n{3,}", "\n\n", text)

@@ -16,7 +16,7 @@ from zipfile import ZipFile
 
 from packaging.utils import parse_wheel_filename
 
-from tools.common.cli import Problems, ToolError, add_downloads
+from tools.common.cli import Problems, ToolError, add_downloads, add_path
 from tools.common.pin import Project
 from tools.source.fetch import fetch
 from tools.wheel.plan import PACKAGE, read_wheel_version
@@ -29,21 +29,22 @@ _MODULE = re.compile(rb"\bvllm(?:\.[a-z_][a-z_0-9]*)+")
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
+    add_path(parser, "--checkpoint", "of a model, for its tokenizer", required=True)
     add_downloads(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
     """Compare wheels with their base wheels, from the view of the compiled files that both have.
     Calls of compiled operators have the shapes that the release's calls have. Modules that compiled
-    files name are there. Messages to and from the compiled front end are the same bytes. This
-    Python must have what vLLM's messages need."""
+    files name are there. Messages to and from the compiled front end are the same bytes, and it
+    gives the same answers. This Python must have what vLLM's messages need."""
     for path in arguments.wheels:
         _, version, _, tags = parse_wheel_filename(path.name)
         base, _ = read_wheel_version(project.pin, str(version), tags)
-        print(f"checked: {check_wheel(fetch(base.file, project), path)}")
+        print(f"checked: {check_wheel(fetch(base.file, project), path, arguments.checkpoint)}")
 
 
-def check_wheel(base: Path, path: Path) -> str:
+def check_wheel(base: Path, path: Path, checkpoint: Path) -> str:
     """Compare a wheel with its base wheel; what was checked."""
     with ZipFile(base) as old, ZipFile(path) as new, tempfile.TemporaryDirectory() as folder:
         compiled = [name for name in old.namelist() if _COMPILED.search(name)]
@@ -60,17 +61,23 @@ def check_wheel(base: Path, path: Path) -> str:
             for wheel, place in zip((old, new), places, strict=True):
                 names = [name for name in wheel.namelist() if not name.endswith(".so")]
                 wheel.extractall(place, names)
+            program = places[0] / FRONT_END
+            program.chmod(0o755)
             problems += compare_messages(*places)
-            what += f"; messages of {FRONT_END} as in the release"
+            given = "serve", str(program), str(checkpoint.resolve())
+            answers = [json.loads(speak(place, *given)) for place in places]
+            if answers[0] != answers[1] or answers[0]["status"] != 200:
+                problems.append(ToolError("answers differ", FRONT_END, *answers))
+            what += f"; vllm-rs answers {answers[1]['status']}, as with the release"
     if problems:
         raise Problems(f"{path.name} does not fit its compiled files", problems=problems)
     return f"{path.name}: {what}"
 
 
-def speak(place: Path, what: str, given: str = "") -> str:
+def speak(place: Path, *arguments: str, given: str = "") -> str:
     """Run `messages.py` with the vLLM in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(place), "VLLM_LOGGING_LEVEL": "CRITICAL"}
-    command = [sys.executable, "-P", str(MESSAGES), what]
+    command = [sys.executable, "-P", str(MESSAGES), *arguments]
     done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ToolError("messages cannot be made", place, found=done.stderr[-2000:])

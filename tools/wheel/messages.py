@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between an engine and the wheel's compiled front end. ``compiled`` runs this file with
+"""Messages between an engine and the wheel's compiled front end. ``front_end`` runs this file with
 the Python of a wheel; it imports no other tool."""
 
 import contextlib
@@ -7,13 +7,30 @@ import dataclasses
 import enum
 import inspect
 import json
+import socket
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 import types
 import typing
+import urllib.error
+import urllib.request
 from typing import Any
 
 import msgspec
 import vllm.v1.engine
+import zmq
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 # Rows travel in these: a front end that knows no rows gets none.
@@ -109,6 +126,86 @@ def encode(message: Any) -> list[str]:
     return [bytes(frame).hex() for frame in MsgpackEncoder().encode(message)]
 
 
+def listen() -> socket.socket:
+    place = socket.socket()
+    place.bind(("127.0.0.1", 0))
+    place.listen(16)
+    place.set_inheritable(True)
+    return place
+
+
+def answer_requests(inputs: int, outputs: int, requests: list[Any]) -> None:
+    """An engine that gives each request four tokens. ``requests`` gets what it was sent."""
+    context = zmq.Context()
+    get, put = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+    get.setsockopt(zmq.IDENTITY, (0).to_bytes(2, "little"))
+    get.connect(f"tcp://127.0.0.1:{inputs}")
+    put.connect(f"tcp://127.0.0.1:{outputs}")
+    values = {"max_model_len": 512, "num_gpu_blocks": 100, "block_size": 32, "dtype": "float32"}
+    ready = make(EngineCoreReadyResponse, full=False)
+    ready = dataclasses.replace(ready, **values, data_parallel_rank=0, dp_stats_address=None)
+    get.send(msgspec.msgpack.encode(ready))
+    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
+    while True:
+        kind, *frames = get.recv_multipart()
+        if kind == EngineCoreRequestType.ADD.value:
+            request = decoder.decode(frames)
+            requests.append([request.prompt_token_ids, encode(request.sampling_params)])
+            for token in range(20, 24):
+                reason = FinishReason.LENGTH if token == 23 else None
+                output = EngineCoreOutput(request.request_id, [token], finish_reason=reason)
+                put.send_multipart(encoder.encode(EngineCoreOutputs(outputs=[output])))
+        elif kind == EngineCoreRequestType.UTILITY.value:
+            call = msgspec.msgpack.decode(frames[0])[1]
+            reply = EngineCoreOutputs(utility_output=UtilityOutput(call_id=call))
+            put.send_multipart(encoder.encode(reply))
+
+
+def serve(program: str, checkpoint: str) -> dict[str, Any]:
+    """What the compiled front end answers when this Python is its engine."""
+    http, inputs, outputs = listen(), listen(), listen()
+    port, *engine = (place.getsockname()[1] for place in (http, inputs, outputs))
+    arguments = {"model_tag": checkpoint, "host": "127.0.0.1", "port": port}
+    command = [program, "frontend", "--args-json", json.dumps(arguments)]
+    for option, place in zip(("", "input-", "output-"), (http, inputs, outputs), strict=True):
+        command += [f"--{option}listen{'er' if option else ''}-fd", str(place.fileno())]
+    kept = [place.fileno() for place in (http, inputs, outputs)]
+    requests: list[Any] = []
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, pass_fds=kept, stdout=log, stderr=log)
+        try:
+            inputs.close()
+            outputs.close()
+            thread = threading.Thread(target=answer_requests, args=(*engine, requests), daemon=True)
+            thread.start()
+            body = {"model": checkpoint, "prompt": [1, 2, 3], "max_tokens": 4, "seed": 5}
+            url = f"http://127.0.0.1:{port}/v1/"
+            deadline = time.monotonic() + 120
+            while ask(url + "models")[0] != 200:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    return {"status": 0, "text": log.read().decode(errors="replace")[-1000:]}
+                time.sleep(0.2)
+            status, answer = ask(url + "completions", body)
+            text = answer["choices"][0]["text"] if status == 200 else answer
+            return {"status": status, "text": text, "requests": requests}
+        finally:
+            process.kill()
+
+
+def ask(url: str, body: Any = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, str(error)
+
+
 if __name__ == "__main__":
-    found = read(json.load(sys.stdin)) if sys.argv[1] == "read" else write()
+    what, *arguments = sys.argv[1:]
+    found = read(json.load(sys.stdin)) if what == "read" else globals()[what](*arguments)
     print(json.dumps(found), flush=True)
