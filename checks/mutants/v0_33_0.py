@@ -168,13 +168,6 @@ MUTANTS = [
     ),
     # Losses.
     Mutant(
-        "worker takes what the scheduler says before it knows of a loss",
-        WORKER,
-        "            if metadata.generation == self._lost_generation:\n                return\n",
-        "",
-        setups="fault or recovery",
-    ),
-    Mutant(
         "no new generation after a loss",
         CONNECTOR,
         "        self.reset()\n        return lost - self._taken.keys()\n",
