@@ -155,7 +155,6 @@ SNAPSHOT = fail(lambda engine: worker(engine)._capturer, "snapshot_routing_data"
 COMMIT = fail(worker, "_commit_output")
 # Faults of the victim, and of steps.
 ONE: dict[str, Fault] = {
-    "capture": CAPTURE,
     "order": skip_positions,
     "hashes": fail(
         lambda engine: engine.scheduler.aux_output_connector, "_take_new_hashes", concerns_victim
@@ -165,6 +164,7 @@ ONE: dict[str, Fault] = {
     "no stored rows": lose_stored,
 }
 ALL: dict[str, Fault] = {
+    "capture": CAPTURE,
     "commit": COMMIT,
     "publish": fail(worker, "_publish_blocks"),
     "snapshot": SNAPSHOT,
