@@ -12,6 +12,7 @@ import numpy as np
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import DraftTokenIds
@@ -21,7 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from harness.scheduling import make_request
 from tests.sequence import VOCABULARY, propose
 from tests.v0_20_2 import oracle
-from tests.v0_20_2.faults import break_rows
+from tests.v0_20_2.faults import IN_SCHEDULE, break_rows, break_scheduler
 from tests.v0_20_2.model import MOE_LAYERS, Step
 from tests.v0_20_2.setups import BLOCK, MAX_LEN, Setup, make_engine_parts
 
@@ -79,8 +80,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.scheduler, self.worker = make_engine_parts(self.setup)
         self.connector = self.scheduler.connector
-        self.manager = self.scheduler.routed_experts
-        self.manager.rows.reserve(2, 2, "uint16")
+        self.scheduler.routed_experts.rows.reserve(2, 2, "uint16")
 
     # Requests
 
@@ -245,7 +245,7 @@ class Engine:
         self.worker.draft_is_right = draft_is_right
         if self.setup.drafts and not self.worker.proposes:
             self._propose(draft_is_right)
-        scheduled = self.scheduler.schedule()
+        scheduled = self._schedule()
         self.worker.update(scheduled)
         loaded = None
         if self.setup.connector:
@@ -253,6 +253,20 @@ class Engine:
         step = self.worker.execute(scheduled)
         step.output.kv_connector_output = loaded
         self.on_the_way.append(step)
+
+    def _schedule(self) -> SchedulerOutput:
+        """A pass, which breaks as was asked for."""
+        if self.fault is None or self.fault[0] not in IN_SCHEDULE:
+            return self.scheduler.schedule()
+        (fault, _), self.fault = self.fault, None
+        self._note_that_all_may_fail()
+        with break_scheduler(self.scheduler, fault):
+            return self.scheduler.schedule()
+
+    def _note_that_all_may_fail(self) -> None:
+        """All unfinished requests that get rows."""
+        unfinished = [r for r in self.requests.values() if not r.is_finished()]
+        self.may_fail |= {r.request_id for r in unfinished if oracle.asks(r)}
 
     def _propose(self, draft_is_right: Sequence[bool]) -> None:
         running = self.scheduler.running
@@ -279,13 +293,11 @@ class Engine:
 
     def _update(self, step: Step) -> dict[int, EngineCoreOutputs]:
         """Let the scheduler process the step, which breaks as was asked for."""
-        if self.fault is None or step.output.routed_experts is None:
+        if self.fault is None or step.output.routed_experts is None or self.fault[0] in IN_SCHEDULE:
             return self._update_unbroken(step)
         fault, self.fault = self.fault, None
-        # Requests whose rows come with this step or with those on their way.
-        unfinished = [r for r in self.requests.values() if not r.is_finished()]
-        self.may_fail |= {r.request_id for r in unfinished if oracle.asks(r)}
-        with break_rows(step.output, self.manager, *fault):
+        self._note_that_all_may_fail()
+        with break_rows(step.output, self.scheduler, *fault):
             return self._update_unbroken(step)
 
     def _update_unbroken(self, step: Step) -> dict[int, EngineCoreOutputs]:

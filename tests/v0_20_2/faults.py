@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
-from vllm.v1.core.routed_experts import RoutedExpertsManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
 
 
@@ -43,18 +43,39 @@ def lose_first_row(lists: RoutedExpertsLists, index: int) -> RoutedExpertsLists:
 OF_STEP: dict[str, Callable[[RoutedExpertsLists, int], RoutedExpertsLists | None]] = {
     fault.__name__: fault for fault in (lose_rows, lose_request, lose_first_row)
 }
-# A method that fails where the scheduler keeps rows: when they are written, or read for outputs.
-METHODS = {"write": "_find_places", "pack": "read"}
+# What fails in the scheduler: an attribute of the manager, its rows or its prefix cache is gone.
+METHODS = {
+    "update": ("rows", "_find_places"),
+    "pack": ("rows", "read"),
+    "limit": ("manager", "get_start"),
+    "on_blocks_cached": ("prefix_cache", "_block_pool"),
+    "on_block_evicted": ("prefix_cache", "_rows"),
+    "on_step_scheduled": ("manager", "_begin"),
+}
+IN_SCHEDULE = [*METHODS][2:]
 FAULTS = [*OF_STEP, *METHODS]
 
 
 @contextmanager
+def break_scheduler(scheduler: Scheduler, fault: str) -> Iterator[None]:
+    """While the scheduler does what can have this fault."""
+    holder, attribute = METHODS[fault]
+    holders = {
+        "manager": scheduler.routed_experts,
+        "rows": scheduler.routed_experts.rows,
+        "prefix_cache": scheduler.kv_cache_manager.block_pool.listener,
+    }
+    with mock.patch.object(holders[holder], attribute, None):
+        yield
+
+
+@contextmanager
 def break_rows(
-    output: ModelRunnerOutput, manager: RoutedExpertsManager, fault: str, index: int
+    output: ModelRunnerOutput, scheduler: Scheduler, fault: str, index: int
 ) -> Iterator[None]:
     """While the scheduler processes the output of a step."""
     if fault in METHODS:
-        with mock.patch.object(manager.rows, METHODS[fault], side_effect=RuntimeError(fault)):
+        with break_scheduler(scheduler, fault):
             yield
         return
     output.routed_experts = OF_STEP[fault](output.routed_experts, index)
