@@ -44,7 +44,6 @@ HAS_ROWS = re.compile(r'"routed_experts": ?"')
 KNOWN = {
     "bad_words",  # a blank one: IndexError in SamplingParams.update_from_tokenizer
     "features",  # for a model that takes none: KeyError in InputProcessor.process_inputs
-    "logprob_token_ids",  # the CPU engine, which has no Triton, ends
     "response_format",  # a structural tag of another form: AssertionError in to_sampling_params
     "tool_calls",  # one that is no function: KeyError in chat_utils._postprocess_messages
     "trace_decode_token_ids",  # empty, or n > 1: ValueError in _validate_trace_replay
