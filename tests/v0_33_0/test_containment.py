@@ -239,6 +239,22 @@ def test_a_fault_at_the_begin_of_a_step_does_no_harm_later(
     assert "Auxiliary outputs that were not stored are lost." not in caplog.messages
 
 
+def test_blocks_of_an_aborted_request_whose_hashes_were_not_sent_have_no_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request is aborted before its error. A step in flight caches its next blocks."""
+    engine = Engine(Setup(asynchronous=True, depth=4, num_blocks=13))
+    with monkeypatch.context() as patch:
+        ONE["hashes"](engine, patch)
+        engine.add(PROMPTS[VICTIM], 6)
+        for _ in range(3):
+            engine.schedule([])
+    engine.abort(0)
+    engine.drain()
+    engine.check()
+    engine.runner.connector.close()
+
+
 @pytest.mark.parametrize("fault", UNKNOWN.values(), ids=UNKNOWN)
 @pytest.mark.parametrize("start", [0, 4])
 def test_no_request_takes_the_unknown_rows_of_a_failed_one(
