@@ -261,9 +261,6 @@ HYBRID = {
 }
 SETUPS = PLAIN | MENDED | LOADS | WEIGHTS | FAULTS | HYBRID
 
-# Setups in which the series is known to fail, and why. PROPERTY_OPEN=1 runs them too.
-OPEN: dict[str, str] = {}
-
 
 @cache
 def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
