@@ -5,7 +5,7 @@
     python -m gpu.forced time --out DIR [--model qwen3|gpt-oss]
 
 `check` starts an engine for each way in which a router weighs its experts. The oracle of its
-log-probabilities is `transformers`, whose routers take the same experts. Its kernels round
+log-probabilities is `transformers`, whose routers take the same experts. The engine's kernels round
 matrix products of float32 to TF32, so they differ by up to `CLOSE`. Experts at random change them
 by more than `FAR`. `time` measures prefills whose experts are forced, and decodes beside them. Both
 write to `DIR`. The exit status is the number of failed checks.
