@@ -9,9 +9,9 @@ import pytest
 
 from harness.lines import installed
 from tools.common.cli import ToolError
-from tools.common.pin import Project, lines
+from tools.common.pin import PinnedFile, Project, lines
 from tools.series.series import Series, read_series
-from tools.source.fetch import fetch_source
+from tools.source.fetch import fetch, fetch_source
 
 PROJECT = Project(Path(__file__).resolve().parent.parent, installed())
 # Every line of this repository.
@@ -32,6 +32,15 @@ def need_source(project: Project = PROJECT) -> None:
         fetch_source(project)
     except ToolError as error:
         _skip_without_network(error)
+
+
+def need(pinned: PinnedFile) -> Path:
+    """A pinned file, or a skipped test where it cannot be had."""
+    try:
+        return fetch(pinned, PROJECT)
+    except ToolError as error:
+        _skip_without_network(error)
+        raise
 
 
 def _skip_without_network(error: ToolError) -> None:

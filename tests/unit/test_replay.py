@@ -154,6 +154,40 @@ def test_own_routes_replayed_change_no_bit(load: Callable[..., Any], family: str
         assert torch.equal(model(tokens, use_cache=False).logits, plain)
 
 
+def expert_output(block: Any, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+    """What one expert makes of the hidden state of a token."""
+    experts = block.experts
+    if isinstance(experts, torch.nn.ModuleList):
+        return experts[expert](hidden)
+    # All experts in one module.
+    gate, up = F.linear(hidden, experts.gate_up_proj[expert]).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, experts.down_proj[expert])
+
+
+@pytest.mark.parametrize(("family", "renormalised"), [("qwen3_moe", True), ("olmoe", False)])
+@torch.inference_mode()
+def test_weights_are_the_models_own_for_the_given_experts(
+    load: Callable[..., Any], family: str, renormalised: bool
+) -> None:
+    model, tokens = load(family), batch()
+    routes = random_routes(model, family, tokens)
+    block = moe_blocks(model, family)[2]
+    seen: dict[str, torch.Tensor] = {}
+    block.register_forward_hook(
+        lambda _, i, o: seen.update(x=i[0].flatten(0, 1), y=o[0] if isinstance(o, tuple) else o)
+    )
+    with replay(model, routes, range(4)):
+        model(tokens, use_cache=False)
+    logits = block.gate(seen["x"])
+    scores = (logits[0] if isinstance(logits, tuple) else logits).softmax(dim=-1)
+    for token, ids in enumerate(routes[:, :, 2].flatten(0, 1)):
+        weights = scores[token, ids]
+        if renormalised:
+            weights = weights / weights.sum()
+        outputs = torch.stack([expert_output(block, int(e), seen["x"][token]) for e in ids])
+        torch.testing.assert_close(seen["y"].flatten(0, 1)[token], weights @ outputs)
+
+
 @torch.inference_mode()
 def test_token_without_a_row_is_routed_by_the_model(load: Callable[..., Any]) -> None:
     model, tokens = load(), batch()
@@ -224,6 +258,23 @@ def test_group_limited_routers_are_refused(load: Callable[..., Any]) -> None:
     routes = random_routes(model, "deepseek_v2", batch())
     with pytest.raises(ReplayError, match="group_limited_greedy"), replay(model, routes, [1, 2, 3]):
         pass
+
+
+def test_wrapper_of_another_is_kept(load: Callable[..., Any]) -> None:
+    model, tokens = load(), batch()
+    layer = model.model.layers[0]
+    calls: list[int] = []
+    inner = layer.forward
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    layer.forward = wrapper
+    with replay(model, random_routes(model, "qwen3_moe", tokens), range(4)):
+        model(tokens, use_cache=False)
+    assert calls == [1]
+    assert layer.forward is wrapper
 
 
 def test_rows_of_a_batch_stand_at_their_positions() -> None:

@@ -73,8 +73,7 @@ for layers, top_k, experts in ((3, 4, 16), (17, 6, 300), (1, 1, 2)):
 
 
 def test_snapshot_kernel_gathers_transposes_and_narrows() -> None:
-    """In Triton's interpreter, in another process, because Triton decides at import. tests/gpu runs
-    it compiled."""
+    """In Triton's interpreter, in another process, because Triton decides at import."""
     done = subprocess.run(
         [sys.executable, "-c", SNAPSHOT],
         env={**os.environ, "TRITON_INTERPRET": "1"},
