@@ -9,7 +9,6 @@ which are missing, shifted or malformed never reach a trainer.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import http.client
 import io
@@ -22,6 +21,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+try:
+    # Thirty times as fast with answers of many MB. vLLM itself needs this package.
+    from pybase64 import b64decode
+except ImportError:
+    from base64 import b64decode  # type: ignore[assignment]
 
 PATH = "/inference/v1/generate"
 
@@ -178,7 +183,7 @@ def decode_rows(text: str) -> Rows:
         RoutedExpertsError: not base64, not a `.npy`, pickled, or of another shape or dtype.
     """
     try:
-        data = io.BytesIO(base64.b64decode(text, validate=True))
+        data = io.BytesIO(b64decode(text, validate=True))
         # Never unpickle: that would run code from the server.
         rows = np.load(data, allow_pickle=False)
     except binascii.Error as e:
