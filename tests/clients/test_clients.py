@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import importlib.util
+import os
 import re
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from examples.replay import replay
 from harness import oracle
 from harness.lines import LINES
-from tests.clients.conftest import CLIENTS, RECIPES, Answers
+from tests.clients.conftest import CLIENTS, RECIPES, ROOT, Answers, commands
 from tests.clients.driving import OWN, read_record, refuse_error
 from tests.clients.recorder import BEHAVIOURS, LINE
 
@@ -99,6 +102,27 @@ def test_recipe_for_verl_changes_two_lines(verl: Callable[[], Path]) -> None:
     assert Version(importlib.metadata.version("vllm")) >= Version("0.20.2")
     assert after[pause - 1].strip() == "await self.engine.pause_generation("
     assert after[pause].strip() == 'mode="abort",'
+
+
+def test_recipe_for_verl_wraps_the_engine_in_one_place(verl: Callable[[], Path]) -> None:
+    _, _, command = commands("verl")
+    server = verl() / "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
+    before = server.read_text()
+    subprocess.run(
+        ["bash", "-euc", command],
+        cwd=ROOT / "examples" / "clients",
+        env={**os.environ, "server": str(server)},
+        check=True,
+    )
+    found = difflib.ndiff(before.splitlines(), server.read_text().splitlines())
+    assert [line.split() for line in found if line[0] in "+-"] == [
+        ["+", "from", ".resume", "import", "ResumingEngine"],
+        ["-", "self.engine", "=", "engine_client"],
+        ["+", "self.engine", "=", "ResumingEngine(engine_client)"],
+    ]
+    assert (server.parent / "resume.py").is_file()
+    compile(server.read_text(), str(server), "exec")
+    server.write_text(before)
 
 
 def test_recipe_for_ms_swift_names_an_option_that_it_has() -> None:
