@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from harness.scheduling import make_request
 from tests.sequence import VOCABULARY, propose
 from tests.v0_20_2 import oracle
-from tests.v0_20_2.faults import IN_SCHEDULE, break_rows, break_scheduler
+from tests.v0_20_2.faults import IN_SCHEDULE, LEAVING, break_rows, break_scheduler
 from tests.v0_20_2.model import MOE_LAYERS, Step
 from tests.v0_20_2.setups import BLOCK, MAX_LEN, Setup, make_engine_parts
 
@@ -76,6 +77,8 @@ class Engine:
     may_fail: set[str] = field(default_factory=set)
     # What breaks in the next step whose requests ask: a name of `faults.py`, and which request.
     fault: tuple[str, int] | None = None
+    # Whether the scheduler was broken since the last pass began.
+    was_broken: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler, self.worker = make_engine_parts(self.setup)
@@ -163,14 +166,16 @@ class Engine:
         """The client of an unfinished request disconnects."""
         if unfinished := [r for r in self.requests.values() if not r.is_finished()]:
             req_id = unfinished[index % len(unfinished)].request_id
-            self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+            with self._break_leaving("free"):
+                self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def preempt(self, index: int) -> None:
         """As the scheduler does for want of blocks, or for a request of higher priority."""
         running = self.scheduler.running
         if running:
             request = running.pop(index % len(running))
-            self.scheduler._preempt_request(request, 0.0)
+            with self._break_leaving("release"):
+                self.scheduler._preempt_request(request, 0.0)
             self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
     # Sessions
@@ -231,6 +236,14 @@ class Engine:
     def break_step(self, fault: str, index: int) -> None:
         self.fault = (fault, index)
 
+    def _break_leaving(self, fault: str) -> AbstractContextManager[None]:
+        """While a request leaves, if this was asked for."""
+        if self.fault is None or self.fault[0] != fault:
+            return nullcontext()
+        self.fault = None
+        self._note_that_all_may_fail()
+        return break_scheduler(self.scheduler, fault)
+
     # Steps
 
     def schedule(self, draft_is_right: Sequence[bool]) -> None:
@@ -256,6 +269,10 @@ class Engine:
 
     def _schedule(self) -> SchedulerOutput:
         """A pass, which breaks as was asked for."""
+        if self.was_broken:
+            # Requests that begin in the next pass may end too.
+            self._note_that_all_may_fail()
+            self.was_broken = False
         if self.fault is None or self.fault[0] not in IN_SCHEDULE:
             return self.scheduler.schedule()
         (fault, _), self.fault = self.fault, None
@@ -265,6 +282,7 @@ class Engine:
 
     def _note_that_all_may_fail(self) -> None:
         """All unfinished requests that get rows."""
+        self.was_broken = True
         unfinished = [r for r in self.requests.values() if not r.is_finished()]
         self.may_fail |= {r.request_id for r in unfinished if oracle.asks(r)}
 
@@ -293,7 +311,8 @@ class Engine:
 
     def _update(self, step: Step) -> dict[int, EngineCoreOutputs]:
         """Let the scheduler process the step, which breaks as was asked for."""
-        if self.fault is None or step.output.routed_experts is None or self.fault[0] in IN_SCHEDULE:
+        elsewhere = self.fault is not None and self.fault[0] in (*IN_SCHEDULE, *LEAVING)
+        if self.fault is None or step.output.routed_experts is None or elsewhere:
             return self._update_unbroken(step)
         fault, self.fault = self.fault, None
         self._note_that_all_may_fail()

@@ -51,8 +51,15 @@ METHODS = {
     "on_blocks_cached": ("prefix_cache", "_block_pool"),
     "on_block_evicted": ("prefix_cache", "_rows"),
     "on_step_scheduled": ("manager", "_begin"),
+    "returns_rows": ("manager", "returns_rows"),
+    "num_received": ("manager", "num_received"),
 }
 IN_SCHEDULE = [*METHODS][2:]
+# While a failed load is handled.
+METHODS["discard_steps_in_flight"] = ("manager", "discard_steps_in_flight")
+# While a request is preempted or aborted.
+LEAVING = {"release": ("manager", "requests"), "free": ("manager", "num_received")}
+METHODS |= LEAVING
 FAULTS = [*OF_STEP, *METHODS]
 
 
