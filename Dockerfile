@@ -1,7 +1,6 @@
 # Two images of each line: make image VARIANT=cuda|cpu BASE_IMAGE=name@sha256:...  (deploy/README.md)
 #
-# Every RUN is a script of deploy/ that tests/deploy executes without Docker; `make image-test` builds
-# and runs the cpu image.
+# Every RUN is a script of deploy/; `make image-test` builds and runs the cpu image.
 
 # No default: whoever builds says which base to trust, by digest.
 ARG BASE_IMAGE

@@ -91,162 +91,129 @@ PRISTINE := $(MADE)/pristine/.installed-$(PRISTINE_ID)
 # with the installer's cache would change there when somebody edits them here.
 INSTALL := $(UV) pip install --quiet --python $(PY) --no-deps --no-index --no-cache --link-mode copy
 
+.PHONY: help help-all demo demo-corrupt demo-pristine replay train-demo test test-lines test-line test-long fuzz \
+	clients client-venvs layouts mutants upstream-tests check check-patches lint format bench source apply export \
+	status line submit venv wheel install verify wheel-cuda verify-cuda release image image-test image-test-cuda \
+	lock lock-tools lock-clients clean distclean
+
 ##@ See it work
 
 # Targets with ## are listed by `make`, those with #> by `make help-all` too.
 list = awk -F ':.*$(1) ' '/^\#\#@ /{title = substr($$0, 5)} \
 	/^[a-z][a-z-]*:.*$(1) /{if (title) print "\n" title; title = ""; printf "  %-16s %s\n", $$1, $$2}' Makefile
 
-.PHONY: help
 help: #> List the targets used most
 	@$(call list,##)
 	@echo; echo "Another line of patches/: make ON=<line> TARGET"
 
-.PHONY: help-all
 help-all: ## List every target
 	@$(call list,#[\#>])
 
-.PHONY: demo
 demo: $(INSTALLED) ## Serve a small MoE model and compare every captured row with an oracle
 	@exec $(PY) -m demos.rows --out $(MADE)/demo $(ARGS)
 
-.PHONY: demo-corrupt
 demo-corrupt: $(INSTALLED) #> The demo with one captured id flipped: must fail
 	@exec $(PY) -m demos.rows --out $(MADE)/demo --corrupt $(ARGS)
 
-.PHONY: demo-pristine
 demo-pristine: $(PRISTINE) #> The demo on vLLM without the series: must fail
 	@exec env PYTHONPATH="$(CURDIR)/$(MADE)/pristine/site" $(PY) -m demos.rows --out $(MADE)/demo --pristine
 
-.PHONY: replay
 replay: $(INSTALLED) #> Replay the server's routes in a trainer: how much nearer its log-probs are
 	@exec $(PY) -m demos.replay
 
-.PHONY: train-demo
 train-demo: $(INSTALLED) $(call client_venv,trl) #> Train with TRL, without and with replay: rows and log-probs at each step
 	@exec $(PY) -m demos.train --out $(MADE)/train $(ARGS)
 
 ##@ Test
 
-.PHONY: test
 test: lint $(INSTALLED) ## Lint, then run the whole test suite, except what is marked slow
 	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-.PHONY: test-lines
 test-lines: #> The tests of every other line, less those that need no vLLM
 	@for line in $(filter-out $(LINE),$(LINES)); do echo "$$line"; $(MAKE) --no-print-directory test-line ON=$$line; done
 
-.PHONY: test-line
 test-line: $(INSTALLED) #> The tests of one line that need its vLLM, without linting
 	@exec $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
 		tests/behaviour $(wildcard tests/$(subst .,_,$(LINE))) tests/unit tests/series tests/wheel
 
-.PHONY: test-long
 test-long: $(INSTALLED) $(PRISTINE) #> Run the tests marked slow
 	@exec $(PY) -m pytest -m slow $(ARGS)
 
-.PHONY: fuzz
 fuzz: $(INSTALLED) #> Send a server requests from its own schema, and hostile ones: it must survive them
 	@exec $(PY) -m pytest -m slow tests/behaviour/fuzz $(wildcard tests/$(subst .,_,$(LINE))/test_*fuzz.py)
 
-.PHONY: clients
 clients: $(INSTALLED) $(CLIENT_VENVS) #> Replay with the code of TRL, verl, ms-swift, SkyRL, verifiers and megatron-core
 	@exec $(PY) -m pytest -m clients tests/clients
 	@cp build/clients/clients.md $(RECORDS)/clients.md
-ifeq ($(LINE),$(DEFAULT))
-	@# The page for trainer teams ends with this table.
-	@sed -i '/^`make clients`, /,$$d' docs/clients.md
-	@sed '1,/^$$/d' $(RECORDS)/clients.md >>docs/clients.md
-endif
 
-.PHONY: client-venvs
 client-venvs: $(CLIENT_VENVS) #> Make the clients' environments (CLIENTS='verl megatron-core': these alone)
 
-.PHONY: layouts
 layouts: $(LOCKED) #> Every parallel layout of GPUS=2, 4 or 8 on this host: rows against two oracles
 	@exec $(PY) -m gpu.layouts --gpus $(or $(GPUS),2) --out build/layouts-$(or $(GPUS),2) $(ARGS)
 
-.PHONY: mutants
 mutants: $(INSTALLED) #> Break the scheduler-side code in named ways: the property test must notice each
 	@exec $(PY) -m checks.mutants --on $(LINE) --out $(RECORDS)/mutants.md
 
-.PHONY: upstream-tests
 upstream-tests: $(INSTALLED) #> vLLM's own tests with and without the series: only what it touches may differ
 	@exec $(PY) -m tools --on $(LINE) upstream test --out $(RECORDS)/upstream-tests.md
 
-.PHONY: check
 check: lint apply ## Lint; check the series; check that exporting it changes nothing
 	$(TOOLS) series check
 	$(TOOLS) series export --check
 
-.PHONY: check-patches
 check-patches: $(INSTALLED) #> Every patch at its own place (ARGS=--alone: on the release): imports, linters, types, tests
-	@exec $(PY) -m tools --on $(LINE) upstream check-patches --out $(RECORDS)/check-patches$(findstring -alone,$(ARGS)).md $(ARGS)
+	@exec $(PY) -m tools --on $(LINE) upstream check-patches $(ARGS) $(if $(filter-out -%,$(ARGS)),,--out $(RECORDS)/check-patches$(findstring -alone,$(ARGS)).md)
 
-.PHONY: lint
 lint: $(LOCKED) #> Run every linter on every committed file
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" exec $(PY) -m pre_commit run --all-files
 
-.PHONY: format
 format: $(LOCKED) #> Format the Python files and fix what the linter can fix
 	@$(PY) -m ruff check --fix-only --quiet .
 	@exec $(PY) -m ruff format .
 
 ##@ Measure
 
-.PHONY: bench
 bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small without a GPU (ARGS=... chooses)
 	@exec $(PY) -m benchmarks.overhead --out build/bench/overhead --build pristine=$(MADE)/pristine/site --build patched= \
 		$(or $(ARGS),--engine pristine:off --engine patched:off --engine patched:opt-in)
 
 ##@ Work on the series
 
-.PHONY: source
 source: $(TOOLS_LOCKED) #> Get the pinned vLLM source
 	$(TOOLS) source fetch $(PLACES)
 
-.PHONY: apply
 apply: source ## Apply the series: build/<line>/vllm, one commit per patch
 	$(TOOLS) series apply $(PLACES)
 
-.PHONY: export
 export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<line>/
 	$(TOOLS) series export
 	@$(TOOLS) series status --table >$(MADE)/patches.md && mv $(MADE)/patches.md patches/$(LINE)/README.md
-	@mkdir -p docs/$(LINE) && cp $(MADE)/vllm/$(call fact,release,page) docs/$(LINE)/routed_experts.md
+	@cp $(MADE)/vllm/$(call fact,release,page) patches/$(LINE)/routed_experts.md
 
-.PHONY: status
 status: $(TOOLS_LOCKED) ## Pin, patches, what is applied, what drifted, the newest release
 	@exec $(TOOLS) series status $(ARGS)
 
-.PHONY: line
 line: $(TOOLS_LOCKED) #> Begin a line from another one: make line FROM=v0.33.0 ON=v0.34.0 (ARGS=--dry-run)
 	@[ -n "$(FROM)" ] || { echo "error: which line to begin with? make line FROM=v0.33.0 ON=$(LINE)" >&2; exit 1; }
 	$(TOOLS) series line --from "$(FROM)" $(ARGS)
 
-.PHONY: submit
 submit: $(TOOLS_LOCKED) #> A branch and a text for upstream, never pushed: make submit ARGS='PATCH --clone ...'
 	$(TOOLS) upstream submit $(ARGS)
 
 ##@ Build and install
 
-.PHONY: venv
 venv: $(LOCKED) #> Make .venv-<line>, exactly as requirements/<line>/environment.txt locks it
 
-.PHONY: wheel
 wheel: $(BUILT) #> Build the patched CPU wheel into build/<line>/wheels
 	@ls $(MADE)/wheels/vllm-*.whl
 
-.PHONY: install
 install: $(INSTALLED) ## Install the patched CPU wheel into the environment
 	@echo "In $(VENV): $$(cat $(INSTALLED))"
 
-.PHONY: verify
 verify: $(INSTALLED) ## Prove that the built and the installed wheel are base plus series
 	$(TOOLS) wheel verify $(MADE)/wheels/vllm-*.whl $(PLACES)
 	$(PY) -m tools --on $(LINE) wheel verify --installed $(PLACES)
 
-.PHONY: wheel-cuda
 wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda (CUDA=cuda: x86-64 alone)
 	@echo "Base wheels that are not in build/downloads are downloaded there:"
 	@for variant in $(CUDA); do sed -n "/^\[wheel.$$variant\]/,/^size/s/^size = \([0-9]*\)[0-9]\{6\}$$/    $$variant: \1 MB/p" \
@@ -254,7 +221,6 @@ wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda
 	@rm -rf $(MADE)/wheels-cuda
 	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda $(PLACES); done
 
-.PHONY: verify-cuda
 verify-cuda: $(LOCKED) #> Build the CUDA wheels twice: the same bytes, base plus series, fit for the compiled files
 	@rm -rf $(MADE)/verify-cuda
 	for place in one two; do \
@@ -271,7 +237,6 @@ verify-cuda: $(LOCKED) #> Build the CUDA wheels twice: the same bytes, base plus
 		--checkpoint $(MADE)/verify-cuda/checkpoint $(PLACES)
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
-.PHONY: release
 release: apply #> Build the release of this commit into build/<line>/release: wheels, changes, checksums
 	@changed=$$(git status --porcelain); [ -z "$$changed" ] || \
 		{ echo "error: a release is made of a commit, and this is not committed:" >&2; echo "$$changed" >&2; exit 1; }
@@ -292,17 +257,14 @@ release: apply #> Build the release of this commit into build/<line>/release: wh
 	@rm -rf $(RELEASE) && mv $(RELEASE).new $(RELEASE) && ls $(RELEASE)
 	@echo "Nothing was tagged, pushed or published. Next: git tag --annotate re.$(NUMBER), sign it, publish it"
 
-.PHONY: image
 image: $(TOOLS_LOCKED) #> Build an image: make image VARIANT=cuda|cpu BASE_IMAGE=name@sha256:... (deploy/README.md)
 	@deploy/pinned-image.sh "$(BASE_IMAGE)"
 	$(BUILD) --tag $(IMAGE) --build-arg BASE_IMAGE="$(BASE_IMAGE)" --build-arg LINE=$(LINE) --build-arg VARIANT=$(VARIANT) \
 		$$($(TOOLS) wheel identity --variant $(VARIANT) | sed 's/^/--build-arg /') \
 		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -dirty)" .
 
-.PHONY: image-test
 image-test: $(INSTALLED) #> Build the cpu image on a stand-in base and check it from outside (buildah, debootstrap; root)
 
-.PHONY: image-test-cuda
 image-test-cuda: $(INSTALLED) #> The same for the cuda image, up to where it wants a GPU
 image-test image-test-cuda:
 	@for program in buildah debootstrap; do command -v $$program >/dev/null || \
@@ -312,7 +274,6 @@ image-test image-test-cuda:
 
 ##@ Keep house
 
-.PHONY: lock
 lock: apply #> Write requirements/<line>/*.txt again (ARGS=--upgrade for newer versions)
 	@mkdir -p build/locks
 	@mkdir -p build/locks/$(LINE)
@@ -333,7 +294,6 @@ lock: apply #> Write requirements/<line>/*.txt again (ARGS=--upgrade for newer v
 OVERRIDES = $(addprefix --override ,$(wildcard requirements/$(LINE)/overrides.in))
 MACHINES = $(patsubst %-,%,$(subst cuda,x86_64,$(subst cuda-,,$(CUDA))))
 
-.PHONY: lock-tools
 lock-tools: $(TOOLS_LOCKED) #> Write requirements/tools.txt and bootstrap.txt again (ARGS=--upgrade for newer versions)
 	@mkdir -p build/locks
 	@grep '^uv==' requirements/$(LINE)/cpu.in | $(call compile,x86_64,2_28,3.11) --no-annotate --output-file build/locks/bootstrap.txt -
@@ -341,7 +301,6 @@ lock-tools: $(TOOLS_LOCKED) #> Write requirements/tools.txt and bootstrap.txt ag
 	@$(call trim,bootstrap,2.28,3.11,x86_64 aarch64)
 	@$(call trim,tools,2.28,3.11 3.12,x86_64 aarch64)
 
-.PHONY: lock-clients
 lock-clients: $(TOOLS_LOCKED) #> Write requirements/clients-*.txt again (ARGS=--upgrade for newer versions)
 	@mkdir -p build/locks
 	@$(foreach client,$(CLIENTS),$(call lock_client,$(client),$(if $(filter skyrl,$(client)),3.12,3.11 3.12)); )
@@ -360,12 +319,10 @@ lock = sed -n 's/^\([a-z0-9][^ ]*\)==\([^ ]*\).*/\1==\2/p' $(2) 2>/dev/null | aw
 trim = $(TOOLS) locks trim build/locks/$(1).txt --out requirements/$(1).txt --glibc $(2) \
 	$(addprefix --python ,$(3)) $(addprefix --machine ,$(4))
 
-.PHONY: clean
 clean: ## Remove everything made, except environments and downloads
 	@if [ -d build ]; then find build -mindepth 1 -maxdepth 1 -not -name downloads -exec rm -rf {} +; fi
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-.PHONY: distclean
 distclean: clean #> Remove environments and downloads as well
 	@rm -rf build .venv-*
 

@@ -97,7 +97,7 @@ def test_documentation_is_that_of_the_series() -> None:
     page = PROJECT.tree / LINES[PROJECT.line].page
     if not page.exists():
         pytest.skip("the patched tree is not there: make apply")
-    assert read(f"docs/{PROJECT.line}/routed_experts.md") == page.read_text(encoding="utf-8")
+    assert read(f"patches/{PROJECT.line}/routed_experts.md") == page.read_text(encoding="utf-8")
 
 
 PROGRAMS = ("benchmarks", "checks", "demos", "examples", "gpu", "harness", "tools")

@@ -143,7 +143,7 @@ def set_up(other: Project, project: Project, target: Target) -> Git:
     """Make the new line without patches: its folders, and a build tree on the release that has the
     other line's commits too."""
     apply_series(other, read_series(other.series_file))  # refuses what would be lost
-    left_out = shutil.ignore_patterns("*.patch", "series", "README.md")  # the export writes these
+    left_out = shutil.ignore_patterns("*.patch", "series", "*.md")  # the export writes these
     shutil.copytree(other.patches, project.patches, ignore=left_out)
     project.series_file.write_text("")
     if inputs(other).is_dir():
