@@ -59,11 +59,7 @@ class Records:
         return [record for record in self.all if record["kind"] == kind]
 
     def begin(self, setup: dict[str, Any]) -> None:
-        """Write the setup, or check that the records have the same setup.
-
-        Raises:
-            Failure: the records are of another setup.
-        """
+        """Write the setup. Raises Failure if the records are of another one."""
         for there in self.of("setup"):
             if there != {"kind": "setup", **json.loads(json.dumps(setup))}:
                 raise Failure(f"{self.path} holds records of another setup: take another --out")

@@ -2,9 +2,7 @@
 """Measures a rollout of several turns over HTTP: bytes and time of each turn, with all rows sent
 again and with start offsets.
 
-    python -m benchmarks.turns --out benchmarks/results/v0.20.2/turns-cpu.md
-    .venv-v0.33.0/bin/python -m benchmarks.turns --on v0.33.0 \
-        --out benchmarks/results/v0.33.0/turns-cpu.md
+    .venv-v0.33.0/bin/python -m benchmarks.turns --out FILE
     python -m benchmarks.turns --on LINE --model qwen3-30b-a3b --new 1000 --sampled 128 --out FILE
 
 Without `--model` it needs no GPU. With it, a GPU serves a published shape with random weights.
@@ -64,15 +62,10 @@ MODES = ("silent", "all rows", "new rows")
 
 @dataclass(frozen=True)
 class Turn:
-    """One request.
+    """One request."""
 
-    Attributes:
-        size: bytes of the answer's body.
-        seconds: from sending the request until its rows are decoded.
-    """
-
-    size: int
-    seconds: float
+    size: int  # bytes of the answer's body
+    seconds: float  # from sending the request until its rows are decoded
     completion: Completion | None
     tokens: tuple[int, ...]
 

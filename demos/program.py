@@ -38,12 +38,8 @@ class _Signalled(BaseException):
 
 
 def run(body: Callable[[Console], None]) -> int:
-    """Run the body of a program, and print why it failed if it did.
-
-    Returns:
-        Exit status: 0 done; 1 failed, with the reason in one sentence; 130 or 128 + n
-        ended by Ctrl-C or signal n.
-    """
+    """Run the body of a program; print why it failed if it did. Returns the exit status: 0 done; 1
+    failed; 130 or 128 + n ended by Ctrl-C or signal n."""
     # Without a terminal, rich assumes 80 columns: too few for the tables.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -69,14 +65,8 @@ def run(body: Callable[[Console], None]) -> int:
 
 
 def prepare(out: Path) -> dict[str, str]:
-    """Make the output folder; check that vLLM is installed and the disk has room.
-
-    Returns:
-        Variables for vLLM's processes.
-
-    Raises:
-        Failure: no vLLM, no folder or no room.
-    """
+    """Make the output folder; check that vLLM is installed and the disk has room. Returns variables
+    for vLLM's processes."""
     # The folder vllm/ of the repository is importable too, as a namespace without a file.
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -97,13 +87,7 @@ def prepare(out: Path) -> dict[str, str]:
 
 
 def arguments(name: str, description: str, out: str) -> argparse.ArgumentParser:
-    """The parser of a demo, with `--out`.
-
-    Args:
-        name: of the module.
-        description: what the demo does.
-        out: default folder.
-    """
+    """The parser of a demo, with `--out`, by default `out`."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument(
         "--out", type=Path, default=Path(out), help="folder for everything (%(default)s)"
@@ -112,13 +96,7 @@ def arguments(name: str, description: str, out: str) -> argparse.ArgumentParser:
 
 
 def checkpoint(console: Console, out: Path, **options: Any) -> Path:
-    """Make the checkpoint in `out`, or reuse it, and print which.
-
-    Args:
-        console: to print to.
-        out: the output folder.
-        options: of `make_checkpoint`.
-    """
+    """Make the checkpoint in `out`, or reuse it, and print which."""
     settings = out / "checkpoint" / SETTINGS_FILE
     before = settings.stat().st_mtime_ns if settings.exists() else None
     with console.status("making a small random Qwen3-MoE checkpoint"):

@@ -47,25 +47,10 @@ def make_checkpoint(
     dtype: str | None = None,
     **overrides: Any,
 ) -> Path:
-    """Make a random checkpoint at `path`, or reuse the one there if it is the same.
-
-    Args:
-        path: folder of the checkpoint. It is replaced if its settings differ, and all
-            at once: another process never sees half of one.
-        family: a key of `FAMILIES`.
-        seed: of all weights.
-        router_std: standard deviation of the routers' weights instead of the family's.
-        dtype: of the saved weights instead of the family's.
-        **overrides: fields of the family's configuration class, for example
-            `mlp_only_layers=[1]` for a dense layer in Qwen3-MoE.
-
-    Returns:
-        `path`, holding `config.json`, `model.safetensors`, the tokenizer's files and
-        `settings.json`.
-
-    Raises:
-        ValueError: an unknown family or field, or a folder that holds something else.
-    """
+    """Make a random checkpoint of a family at `path`, or reuse the one there if it has the same
+    settings. Another process never sees half of one. `overrides` are fields of the family's
+    configuration class: `mlp_only_layers=[1]` makes a dense layer in Qwen3-MoE. Raises ValueError
+    for an unknown family or field, or a folder that holds something else."""
     path = Path(path)
     if family not in FAMILIES:
         raise ValueError(f"unknown model family {family!r}: one of {', '.join(FAMILIES)}")
@@ -110,11 +95,8 @@ def make_checkpoint(
 
 
 def family_of(checkpoint: Path | str) -> Family:
-    """The family of a checkpoint made by `make_checkpoint`, read from its `config.json`.
-
-    Raises:
-        ValueError: no checkpoint there, or of a family that the table does not have.
-    """
+    """The family of a checkpoint of `make_checkpoint`, read from its `config.json`. Raises
+    ValueError if there is none."""
     try:
         model_type = json.loads((Path(checkpoint) / "config.json").read_text())["model_type"]
     except (OSError, ValueError, KeyError) as e:

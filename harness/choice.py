@@ -31,13 +31,8 @@ def _exp_sum(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model chooses its experts, as its paper says.
-
-    Attributes:
-        top_k: experts a token.
-        groups, top_groups: only the experts of the `top_groups` best of `groups` groups.
-        scoring: what of the logits, to which a correction bias is added.
-    """
+    """How a model chooses its experts, as its paper says: only from the `top_groups` best groups,
+    by the scored logits and a correction bias if it has one."""
 
     top_k: int
     groups: int = 1
@@ -45,13 +40,8 @@ class Choice:
     scoring: str = "softmax"
 
     def routes(self, logits: Logits, num_layers: int, biases: Logits) -> Routes:
-        """Choose for every layer.
-
-        Args:
-            logits: of `take`.
-            num_layers: number of all decoder layers.
-            biases: (E,) correction bias by decoder layer, of those that have one.
-        """
+        """Choose for every layer, from logits of `recorder.take` and (E,) correction biases by
+        layer."""
         scores = np.stack([self._choose(seen, biases.get(i))[0] for i, seen in logits.items()])
         ids = np.sort(np.argsort(-scores, axis=-1, kind="stable")[..., : self.top_k], axis=-1)
         return Routes(tuple(logits), num_layers, ids, scores)

@@ -41,29 +41,18 @@ Way = Callable[[str], tuple[Sequence[str], Mapping[str, str]]]
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode engine.
-
-    Attributes:
-        url: of `examples/proxy.py` in front of them.
-        line: of `patches/`, whose engines they are.
-    """
+    """A prefill and a decode engine of a line."""
 
     prefill: Server
     decode: Server
-    url: str
+    url: str  # of `examples/proxy.py` in front of them
     line: str
 
 
 @contextlib.contextmanager
 def running(model: Path, folder: Path, way: Way, line: str | None = None) -> Iterator[Pair]:
-    """Run both engines, and the proxy. Their logs are `<role>.log`.
-
-    Args:
-        model: checkpoint of both.
-        folder: for the logs.
-        way: of both roles.
-        line: of `patches/`; by default, the one of the installed vLLM.
-    """
+    """Run both engines, of the installed line by default, and the proxy. Their logs are
+    `<role>.log`."""
     line = line or installed()
     servers = []
     for role in (PREFILL, DECODE):
@@ -79,11 +68,7 @@ def running(model: Path, folder: Path, way: Way, line: str | None = None) -> Ite
 
 
 def files(storage: Path) -> Way:
-    """Engines that share KV through files, each on a core of its own.
-
-    Args:
-        storage: folder for the KV, the same for both engines.
-    """
+    """Engines that share KV through files in a folder, each on a core of its own."""
     return lambda role: (arguments(storage, role), {"VLLM_CPU_OMP_THREADS_BIND": _core(role)})
 
 
@@ -106,23 +91,14 @@ _WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens=2048"
 
 
 def arguments(storage: Path, role: str) -> list[str]:
-    """Arguments of `vllm serve` for engines that share KV through files.
-
-    Args:
-        storage: folder for the KV, the same for both engines.
-        role: `PREFILL` or `DECODE`.
-    """
+    """Arguments of `vllm serve` for a role, `PREFILL` or `DECODE`, that shares KV through files."""
     first = _connector("ExampleConnector", role, {"shared_storage_path": str(storage)})
     return [*first, *_WHOLE_PROMPTS]
 
 
 def nixl(role: str, device: str = "cpu") -> tuple[list[str], dict[str, str]]:
-    """Arguments and variables of `vllm serve` for engines that send KV over loopback with NIXL.
-
-    Args:
-        role: `PREFILL` or `DECODE`.
-        device: "cpu", or "cuda" to send from the memory of one GPU to that of another.
-    """
+    """Arguments and variables of `vllm serve` for a role that sends KV over loopback with NIXL.
+    With the device "cuda", it goes from the memory of one GPU to that of another."""
     environment = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
@@ -137,12 +113,8 @@ def nixl(role: str, device: str = "cpu") -> tuple[list[str], dict[str, str]]:
 
 
 def wait_until_idle(server: Server, timeout_s: float = GIVEN_UP + 60) -> None:
-    """Wait until an engine holds no request and no KV block. It gives up KV that nobody fetched
-    only while it computes, so it gets small requests.
-
-    Raises:
-        ServerError: it still holds something after `timeout_s` seconds.
-    """
+    """Wait until an engine holds no request and no KV block, or raise ServerError. It gives up KV
+    that nobody fetched only while it computes, so it gets small requests."""
     end = time.monotonic() + timeout_s
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     while held := {name: value for name in names if (value := server.metric(name))}:
@@ -169,18 +141,9 @@ def _connector(name: str, role: str, extra: dict[str, Any], **more: str) -> list
 
 @contextlib.contextmanager
 def plain_proxy(pair: Pair, log: Path) -> Iterator[str]:
-    """Run vLLM's own proxy for NIXL, unchanged, from its source tree; yields its URL.
-
-    It passes the `kv_transfer_params` of the prefill engine's answer on, and joins nothing. It
-    serves /v1/completions and /v1/chat/completions.
-
-    Args:
-        pair: the engines, of the line whose tree has the proxy.
-        log: file for the proxy's output, overwritten.
-
-    Raises:
-        ServerError: the proxy ended before it was ready.
-    """
+    """Run vLLM's own proxy for NIXL, unchanged, from its source tree; yields its URL. It passes the
+    `kv_transfer_params` of the prefill engine's answer on, and joins nothing. It serves completions
+    and chat. Raises ServerError if it ends before it is ready."""
     port = free_port()
     program = ROOT / "build" / pair.line / "vllm" / PLAIN_PROXY
     command = [sys.executable, str(program), f"--port={port}"]

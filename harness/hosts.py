@@ -60,15 +60,7 @@ def ranks(
     name: str = "engine",
 ) -> Iterator[list[Kept]]:
     """The processes of a data parallel group: `python -m MODULE SPEC` for each spec, a JSON file.
-
-    Args:
-        module: what each rank runs.
-        specs: of each rank.
-        folder: gets `<name>-<rank>.log` and the specs.
-        environment: variables of all ranks.
-        port: the first of several free ports.
-        name: of the group.
-    """
+    `folder` gets these files and `<name>-<rank>.log`; `port` is the first of several free ones."""
     with ExitStack() as stack:
         group = []
         for rank, spec in enumerate(specs):
@@ -90,19 +82,8 @@ def wait(
     look: Callable[[], object] = lambda: None,
     every_s: float = 0.2,
 ) -> str:
-    """Wait until all ranks of a group have met, or cannot meet any more.
-
-    Args:
-        engines: of `ranks`.
-        folder: where they meet.
-        limit_s: seconds that they have.
-        name: of the meeting, see `meet`.
-        look: is called while they run.
-        every_s: seconds between two looks.
-
-    Returns:
-        Why they did not meet; empty if they did.
-    """
+    """Wait until all ranks of a group have met at `name`, or cannot meet any more; `look` is called
+    meanwhile. Returns why they did not meet; empty if they did."""
     deadline = time.monotonic() + limit_s
     while True:
         look()

@@ -20,31 +20,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of `patches/`.
-
-    Attributes:
-        name: of the line.
-        release: version of vLLM.
-        page: of the documentation, in the patched tree.
-        options: arguments of `vllm serve`, `vllm run-batch` and the like; they override
-            `server.ARGUMENTS`.
-        only: arguments that `vllm serve` alone takes.
-        environment: variables; they override `process.ENVIRONMENT`.
-        packages: folders to put first on PYTHONPATH.
-        ready_s: seconds that a server may take to be ready.
-        engine: options of `vllm.LLM` in the process of the tests.
-        tests: what tests can expect; `upstream.toml` explains each.
-    """
+    """A line of `patches/`; its `upstream.toml` explains each field."""
 
     name: str
     release: str
-    page: str
-    options: tuple[str, ...]
-    only: tuple[str, ...]
+    page: str  # of the documentation, in the patched tree
+    options: tuple[str, ...]  # of every server; they override `server.ARGUMENTS`
+    only: tuple[str, ...]  # arguments that `vllm serve` alone takes
     environment: Mapping[str, str]
-    packages: tuple[Path, ...]
+    packages: tuple[Path, ...]  # folders to put first on PYTHONPATH
     ready_s: float
-    engine: Mapping[str, Any]
+    engine: Mapping[str, Any]  # options of `vllm.LLM` in the process of the tests
     tests: Mapping[str, Any]
 
     @property

@@ -89,20 +89,12 @@ class Disagreement:
 
 @dataclass
 class Comparison:
-    """Counts over one or more sequences; add two with `+`.
-
-    Attributes:
-        rows: rows compared.
-        agree: rows whose every decision agrees, or differs only among tied experts.
-        decisions: decisions compared (rows times MoE layers).
-        ties: decisions whose margin is below `TIE`, agreeing or not.
-        disagreements: decisions that differ beyond tied experts, by position and layer.
-    """
+    """Counts over one or more sequences; add two with `+`."""
 
     rows: int = 0
-    agree: int = 0
-    decisions: int = 0
-    ties: int = 0
+    agree: int = 0  # every decision agrees, or differs only among tied experts
+    decisions: int = 0  # rows times MoE layers
+    ties: int = 0  # decisions whose margin is below `TIE`, agreeing or not
     disagreements: list[Disagreement] = field(default_factory=list)
 
     def __add__(self, other: Comparison) -> Comparison:
@@ -124,14 +116,8 @@ class Oracle:
     """A checkpoint loaded in `transformers`, with hooks on its routers."""
 
     def __init__(self, checkpoint: Path | str) -> None:
-        """Load it in float32 on the CPU.
-
-        Args:
-            checkpoint: folder of a family that `checkpoint.FAMILIES` has.
-
-        Raises:
-            ValueError: no such checkpoint, or a model without routers.
-        """
+        """Load a checkpoint of `checkpoint.FAMILIES` in float32 on the CPU. Raises ValueError if
+        there is none, or no router in it."""
         import torch
         import transformers
 
@@ -162,16 +148,8 @@ class Oracle:
         self.layers = tuple(routing)
 
     def route(self, token_ids: Sequence[int], past: Any = None) -> Routes:
-        """Route a whole sequence.
-
-        Args:
-            token_ids: T ids, prompt and generated tokens together.
-            past: a cache of `transformers` with the KV of the tokens before these. It gets the
-                KV of these tokens too.
-
-        Raises:
-            ValueError: no tokens.
-        """
+        """Route a whole sequence. `past` is a cache of `transformers` with the KV of the tokens
+        before these; it gets the KV of these too."""
         import torch
 
         if not len(token_ids):
@@ -221,11 +199,7 @@ def route(checkpoint: Path | str, token_ids: Sequence[int]) -> Routes:
 
 def route_in_turns(*turns: tuple[Path | str, Sequence[int]]) -> Routes:
     """Route a sequence whose weights change: each checkpoint computes its tokens over the KV that
-    the ones before it computed.
-
-    Args:
-        turns: checkpoints of one architecture, with at least one token each.
-    """
+    the ones before it computed."""
     from transformers import DynamicCache
 
     past = DynamicCache()

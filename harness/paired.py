@@ -15,14 +15,8 @@ ENOUGH_PAIRS = 8
 
 @dataclass(frozen=True)
 class Estimate:
-    """A difference in percent, with its interval.
-
-    Attributes:
-        pairs: number of pairs; with fewer than `ENOUGH_PAIRS` the rest is None.
-        percent: the Hodges-Lehmann estimate: by how many percent the ratio is above 1.
-        low: lower end of the 95 % interval, in percent.
-        high: upper end.
-    """
+    """A difference in percent: the Hodges-Lehmann estimate, and its 95 % interval. With fewer than
+    `ENOUGH_PAIRS` pairs, there is none."""
 
     pairs: int
     percent: float | None = None

@@ -54,15 +54,8 @@ class Kept:
         common: Mapping[str, str] = ENVIRONMENT,
         cwd: Path | None = None,
     ) -> None:
-        """Prepare; entering the context starts it.
-
-        Args:
-            command: program and arguments.
-            log: file for its output, overwritten.
-            env: variables on top of this process's own and of `common`.
-            common: what every such process runs with.
-            cwd: its working folder, if another than this process's.
-        """
+        """Prepare; entering the context starts it. `log` gets its output; `env` is on top of this
+        process's own variables and of `common`."""
         self.command = list(command)
         self.log = log
         self.env = {**os.environ, **common, **(env or {})}

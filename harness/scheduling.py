@@ -26,18 +26,8 @@ def make_config(
     asynchronous: bool = False,
     flag: bool = True,
 ) -> VllmConfig:
-    """The configuration of a scheduler for a model of text alone.
-
-    Args:
-        num_blocks: blocks of KV.
-        block_size: tokens of a block.
-        max_model_len: the most tokens of a request.
-        max_num_seqs: the most requests that run at once.
-        batch: the most tokens in a step.
-        caching: whether there is a prefix cache.
-        asynchronous: whether steps are scheduled before the one before has ended.
-        flag: `enable_return_routed_experts`.
-    """
+    """The configuration of a scheduler for a model of text alone. `batch` are the most tokens in a
+    step, `flag` is `enable_return_routed_experts`."""
     from vllm.config import DeviceConfig, VllmConfig
 
     config = VllmConfig(device_config=DeviceConfig("cpu"))
@@ -131,16 +121,8 @@ def make_worker_connector(
     snapshot: Callable[..., Any],
     depth: int = 1,
 ) -> Any:
-    """The worker's side of v0.33.0's connector.
-
-    Args:
-        config: of `make_config`.
-        kv_cache: its groups.
-        shape: layers and top-k of a row.
-        dtype: of rows, by name.
-        snapshot: returns the rows of a step, as `snapshot_routing_data`.
-        depth: the most steps at once.
-    """
+    """The worker's side of v0.33.0's connector, with rows of `shape` (layers, top-k). `snapshot`
+    returns the rows of a step; `depth` are the most steps at once."""
     from vllm.distributed import parallel_state
     from vllm.distributed.aux_output_connector import worker
 

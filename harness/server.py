@@ -64,18 +64,10 @@ class Server(Kept):
         timeout_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Prepare; nothing starts yet.
-
-        Args:
-            checkpoint: folder to serve.
-            log: file for the server's output, overwritten.
-            args: arguments of `vllm serve`; they override `ARGUMENTS` and the line's.
-            env: variables on top of `ENVIRONMENT` and the line's.
-            program: what the checkpoint and the arguments are given to.
-            line: of `patches/`, the one that the `vllm` is of; by default, the installed one.
-            timeout_s: how long it may take to be ready, if not the line's `ready_s`.
-            progress: called while waiting.
-        """
+        """Prepare to serve a checkpoint; nothing starts yet. `args` override `ARGUMENTS` and the
+        line's, `env` the line's variables. `program` gets the checkpoint and the arguments. `line`
+        is the installed one by default, `timeout_s` its `ready_s`. `progress` is called while
+        waiting."""
         self.checkpoint = str(checkpoint)
         self.line = LINES[line or installed()]
         self.timeout_s = self.line.ready_s if timeout_s is None else timeout_s
@@ -104,18 +96,8 @@ class Server(Kept):
         proxy: str | None = None,
         **sampling: Any,
     ) -> Completion:
-        """Complete one prompt by `/inference/v1/generate`.
-
-        Args:
-            token_ids: the prompt.
-            timeout_s: how long the answer may take.
-            states_place: see `read_answer`.
-            proxy: URL of a proxy to ask instead of the server itself.
-            **sampling: fields of `sampling_params`; greedy unless they say otherwise.
-
-        Raises:
-            ServerError: no answer, an error answer, or one that cannot be read.
-        """
+        """Complete one prompt by `/inference/v1/generate`, or by a proxy's; greedy unless
+        `sampling` says otherwise. Raises ServerError."""
         reply = self.post(
             "/inference/v1/generate",
             {
@@ -131,11 +113,8 @@ class Server(Kept):
     def post(
         self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0, url: str | None = None
     ) -> Any:
-        """POST JSON and read JSON, at `url` if not at the server itself.
-
-        Raises:
-            ServerError: no answer in time, or a status other than 200 (the message has its text).
-        """
+        """POST JSON and read JSON, at `url` if not at the server itself. Raises ServerError unless
+        the status is 200."""
         request = urllib.request.Request(
             (url or self.url) + path,
             data=json.dumps(body).encode(),
@@ -193,20 +172,9 @@ class Server(Kept):
 def read_answer(
     prompt: Sequence[int], reply: Mapping[str, Any], *, states_place: bool = True
 ) -> Completion:
-    """Read the choice of a reply of `/inference/v1/generate`.
-
-    Args:
-        prompt: P ids, as sent.
-        reply: its JSON.
-        states_place: whether it must state the position of the first row and the MoE layers.
-            Releases without a series do not; their rows begin at position 0.
-
-    Returns:
-        With `NO_ROWS` if the reply has none; then `moe_layers` is empty, as without `states_place`.
-
-    Raises:
-        ServerError: fields are missing or have another form.
-    """
+    """Read the choice of a reply of `/inference/v1/generate`, with `NO_ROWS` if it has none.
+    Releases without a series do not state the position of the first row, which is then 0, nor the
+    MoE layers. Raises ServerError if the reply has another form."""
     try:
         choice = reply["choices"][0]
         token_ids, sent = tuple(int(t) for t in choice["token_ids"]), choice.get("routed_experts")

@@ -84,28 +84,17 @@ PASSAGES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request of the demo.
-
-    Attributes:
-        name: what to call it in messages.
-        token_ids: the prompt.
-        max_tokens: how many tokens to generate.
-        wave: prompts of one wave are sent at once, the next wave after its answers.
-    """
+    """One request of the demo."""
 
     name: str
     token_ids: tuple[int, ...]
     max_tokens: int
-    wave: int
+    wave: int  # sent at once; the next wave after its answers
 
 
 def prompts(encode: Callable[[str], list[int]], chunk: int) -> list[Prompt]:
-    """The demo's prompts: of one token to several chunks, alone, together, and repeated.
-
-    Args:
-        encode: text to token ids.
-        chunk: most tokens that the server takes per step; lengths are chosen around it.
-    """
+    """The demo's prompts: of one token to several chunks (of `chunk` tokens, the most that the
+    server takes per step), alone, together, and repeated."""
     ids = {name: encode(passage) for name, passage in PASSAGES.items()}
 
     def cut(name: str, start: int, stop: int) -> tuple[int, ...]:

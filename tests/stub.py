@@ -14,23 +14,14 @@ from typing import Any, Self
 
 @dataclass
 class Stub:
-    """It closes connections without notice, as vLLM does after a refusal.
+    """It closes connections without notice, as vLLM does after a refusal."""
 
-    Attributes:
-        answer: to each POST: JSON or a text.
-        status: of the answer.
-        health: status of `/health`.
-        together: requests that must wait before it answers.
-        url: while it runs.
-        sent: path and fields of each POST.
-    """
-
-    answer: Any = ""
+    answer: Any = ""  # to each POST: JSON or a text
     status: int = 200
-    health: int = 200
-    together: int = 1
-    url: str = ""
-    sent: list[dict[str, Any]] = field(default_factory=list)
+    health: int = 200  # status of `/health`
+    together: int = 1  # requests that must wait before it answers
+    url: str = ""  # while it runs
+    sent: list[dict[str, Any]] = field(default_factory=list)  # path and fields of each POST
 
     @contextmanager
     def running(self) -> Iterator[Self]:

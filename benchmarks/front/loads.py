@@ -14,28 +14,16 @@ TOP_K = 8
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that start together, and the outputs of the engine for them.
-
-    Attributes:
-        name: what the table calls it.
-        path: of the endpoint.
-        stream: whether they are streams.
-        prompt: tokens of each prompt in the engine, whose rows come with the first tokens. The
-            prompt that is sent is shorter.
-        steps: of the engine, 5 ms apart.
-        tokens: of each request in a step.
-        requests: their number.
-        stalled: whether readers read nothing until the engine has finished.
-    """
+    """Requests that start together, and the outputs of the engine for them, 5 ms a step."""
 
     name: str
     path: str
     stream: bool
-    prompt: int
+    prompt: int  # in the engine; its rows come with the first tokens. A shorter one is sent
     steps: int
-    tokens: int
+    tokens: int  # of each request in a step
     requests: int = 1
-    stalled: bool = False
+    stalled: bool = False  # readers read nothing until the engine has finished
 
     @property
     def output(self) -> int:

@@ -40,14 +40,8 @@ EXPERTS = 256
 
 
 def add_rows(message: EngineCoreOutputs, rows: np.ndarray, begin: int) -> None:
-    """Put rows into a message as the engine does: for each output equally many, one output's after
-    the other's.
-
-    Args:
-        message: with outputs of requests that ask.
-        rows: of all outputs.
-        begin: position of each output's first row.
-    """
+    """Put the rows of all outputs into a message as the engine does: for each output equally many,
+    from position `begin` on."""
     count, outputs = len(rows) // len(message.outputs), len(message.outputs)
     if hasattr(messages, "OutputRoutedExperts"):  # v0.33.0
         ends = [count * (index + 1) for index in range(outputs)]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what rows cost the host, beside the release itself.
 
-    python -m benchmarks.host --out benchmarks/results/v0.20.2/host-cpu.md
-    .venv-v0.33.0/bin/python -m benchmarks.host --on v0.33.0 --out FILE
+    .venv-v0.33.0/bin/python -m benchmarks.host --out FILE
 
 It needs no GPU. The installed series and the release run with generated tokens and random rows.
 `make demo-pristine` builds the release; without it the series runs alone. The scheduler, the

@@ -30,16 +30,9 @@ from harness import scheduling
 
 
 class Engine:
-    """One engine.
-
-    Args:
-        layers: of a row.
-        requests: the most that run at once.
-        prompt: tokens of each prompt.
-        flag: `enable_return_routed_experts`.
-        who: which requests ask: "nobody", "one" or "all"; empty if requests do not say it.
-        group: whether requests share a prompt.
-    """
+    """One engine. `layers` are of a row, `requests` the most that run at once. `who` asks:
+    "nobody", "one" or "all"; empty if requests do not say it. In a `group`, requests share a
+    prompt."""
 
     def __init__(
         self, layers: int, requests: int, prompt: int, flag: bool, who: str, group: bool = False

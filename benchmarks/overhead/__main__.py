@@ -91,22 +91,14 @@ class Bench:
                     env["TORCH_COMPILE_DISABLE"] = "1"
                 log = WORK / "logs" / f"{variant.name.replace(' ', '-')}.log"
                 self.engines.append(stack.enter_context(running(variant, settings, log, env)))
-            # All import vLLM at once; then engines start in turn, without --together. So none
-            # chooses its kernels while another keeps the GPU busy, and engines of one build share
-            # what the first compiled.
+            # All import vLLM at once; then engines start in turn. So none chooses its kernels while
+            # another keeps the GPU busy, and engines of one build share what the first compiled.
             for engine in self.engines:
                 engine.hear(max(5.0, self.left()))
             started = []
-            began = time.monotonic()
-            if arguments.together:
-                for engine in self.engines:
-                    engine.tell("start")
             for engine in self.engines:
-                if not arguments.together:
-                    began = time.monotonic()
-                    engine.tell("start")
-                kind = engine.variant
-                told = engine.hear(max(5.0, self.left()))
+                began, kind = time.monotonic(), engine.variant
+                told = engine.ask("start", max(5.0, self.left()))
                 tell(f"{kind.name}: {told['vllm']}, ready after {time.monotonic() - began:.0f} s")
                 named = {"name": kind.name, "build": kind.build.name, "flag": kind.flag}
                 started.append(named | told)
@@ -128,10 +120,7 @@ class Bench:
 
     def round(self, name: str, number: int) -> None:
         """Run one round of a load; round 0 warms up."""
-        # With few requests, one in ten would be none.
-        few = self.loads[name].requests < 10
-        modes = [mode for mode in self.arguments.modes if not (few and mode == "tenth")]
-        turns = turns_of(self.variants, modes, name, number)
+        turns = turns_of(self.variants, self.arguments.modes, name, number)
         began = time.monotonic()
         told = []
         for index, mode in turns:
@@ -212,13 +201,10 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--modes",
         type=lambda text: text.split(","),
         default=",".join(MODES),
-        help="who asks in opt-in engines: no request, one in ten, or every request",
+        help="who asks in opt-in engines: no request, or every request",
     )
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of each load")
     parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
-    parser.add_argument(
-        "--together", action="store_true", help="start engines at once instead of in turn"
-    )
     arguments = parser.parse_args(words)
     loads = loads_of(arguments.model)
     arguments.loads = arguments.loads or list(loads)

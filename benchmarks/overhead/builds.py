@@ -16,16 +16,10 @@ FLAGS = ("off", "on", "opt-in")
 
 @dataclass(frozen=True)
 class Build:
-    """One build of vLLM.
-
-    Attributes:
-        name: what reports call it.
-        place: a shell script that selects it when sourced; or a folder for PYTHONPATH; or empty,
-            for the vLLM that this Python finds.
-    """
+    """One build of vLLM."""
 
     name: str
-    place: str = ""
+    place: str = ""  # a script to source, a folder for PYTHONPATH, or empty: what Python finds
 
     def command(self, python: Sequence[str]) -> list[str]:
         """The command that runs this Python with arguments `python`, and with this build."""
@@ -45,13 +39,8 @@ class Build:
 
 @dataclass(frozen=True)
 class Variant:
-    """A build with one setting of the flag; each engine runs one.
-
-    Attributes:
-        build: the build.
-        flag: one of FLAGS. `on` returns rows to every request, `opt-in` to those that ask (the
-            series only).
-    """
+    """A build with one setting of the flag; each engine runs one. `on` returns rows to every
+    request, `opt-in` to those that ask (the series only)."""
 
     build: Build
     flag: str
@@ -70,11 +59,7 @@ class Variant:
 
 
 def read_builds(words: Sequence[str]) -> dict[str, Build]:
-    """Builds from NAME=PLACE words, in their order.
-
-    Raises:
-        ValueError: a word of another form, a name twice.
-    """
+    """Builds from NAME=PLACE words, in their order. Raises ValueError for a wrong word."""
     builds: dict[str, Build] = {}
     for word in words:
         name, equals, place = word.partition("=")
@@ -85,11 +70,7 @@ def read_builds(words: Sequence[str]) -> dict[str, Build]:
 
 
 def read_variants(words: Sequence[str], builds: Mapping[str, Build]) -> list[Variant]:
-    """Variants from BUILD:FLAG words.
-
-    Raises:
-        ValueError: a word of another form, an unknown build or flag, a word twice.
-    """
+    """Variants from BUILD:FLAG words. Raises ValueError for a wrong word."""
     variants: list[Variant] = []
     for word in words:
         name, _, flag = word.rpartition(":")

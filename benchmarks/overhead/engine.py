@@ -71,11 +71,8 @@ class Engine:
         self._connection: Connection | None = None
 
     def hear(self, timeout_s: float) -> dict[str, Any]:
-        """The next message; the first waits for the worker to connect.
-
-        Raises:
-            Failure: it ended, said nothing in time, or says that something failed.
-        """
+        """The next message; the first waits for the worker to connect. Raises Failure if it ended,
+        said nothing in time, or says that something failed."""
         ends = time.monotonic() + timeout_s
         while self._connection is None:
             self._look(ends)

@@ -8,32 +8,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Who asks in opt-in engines: no request, one in ten, or every request. For other engines, the mode
-# is the flag.
-MODES = ("silent", "tenth", "all")
+# Who asks in opt-in engines: no request, or every one. For other engines, the mode is the flag.
+MODES = ("silent", "all")
 
 
 @dataclass(frozen=True)
 class Load:
-    """One load: `turns` batches, each of which starts when the one before has ended.
+    """One load: `turns` batches, each of which starts when the one before has ended. A later turn
+    of a conversation repeats the earlier ones and their answers."""
 
-    Attributes:
-        requests: requests of a batch.
-        prompt: tokens that each turn adds to a conversation.
-        output: tokens that each request returns.
-        turns: turns of a conversation; a later one repeats the earlier and their answers.
-        shared: tokens that all conversations begin with, before `prompt`.
-        decodes: whether most steps only decode; then the time of a step is reported too.
-        share: part of the measuring time.
-    """
-
-    requests: int
-    prompt: int
+    requests: int  # of a batch
+    prompt: int  # tokens that each turn adds to a conversation
     output: int
     turns: int = 1
-    shared: int = 0
-    decodes: bool = False
-    share: float = 0.13
+    shared: int = 0  # tokens that all conversations begin with
+    decodes: bool = False  # most steps only decode: the time of a step is reported too
+    share: float = 0.13  # of the measuring time
 
     def first_prompts(self, key: str, vocab: int) -> list[list[int]]:
         """Prompts of the first turn; the same for the same key."""
@@ -51,10 +41,7 @@ class Load:
 
     def asks(self, mode: str) -> list[bool | None]:
         """For each request whether it asks; None in modes that are the flag of the engine."""
-        if mode not in MODES:
-            return [None] * self.requests
-        every = {"silent": self.requests + 1, "tenth": 10, "all": 1}[mode]
-        return [(i + 1) % every == 0 for i in range(self.requests)]
+        return [mode == "all" if mode in MODES else None] * self.requests
 
     @property
     def text(self) -> str:

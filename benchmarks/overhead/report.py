@@ -22,25 +22,15 @@ Label = tuple[str, str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One label against another under one load.
-
-    Attributes:
-        load: name of the load.
-        label: what is compared, in words.
-        reference: with what.
-        target: percent that it may cost; None without a target.
-        seconds: the difference of a round's time, everything included.
-        step: the difference of a decode step's time; None for loads that are not decoding.
-        step_us: median microseconds of a step, of the reference and of the label.
-    """
+    """One label against another under one load."""
 
     load: str
     label: str
     reference: str
-    target: float | None
-    seconds: Estimate
-    step: Estimate | None
-    step_us: tuple[float, float] | None
+    target: float | None  # percent that it may cost
+    seconds: Estimate  # difference of a round's time, everything included
+    step: Estimate | None  # difference of a decode step's time
+    step_us: tuple[float, float] | None  # median microseconds of a step, of reference and label
 
     @property
     def verdict(self) -> str:
@@ -77,7 +67,7 @@ def in_words(label: Label, engine: Record) -> str:
 def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> list[tuple]:
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
-    With the same build's `off`, or the first build's; `all` and `tenth` with `silent` of their own
+    With the same build's `off`, or the first build's; `all` with `silent` of its own
     engine; other builds' `off` with the first one's, or its `silent` if it has none; `on` with the
     first `all`.
     """
@@ -99,7 +89,7 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
                 found.append((label, first))
             if mode == "on" and first_all:
                 found.append((label, first_all))
-            if mode in ("tenth", "all") and "silent" in modes[engine["name"]]:
+            if mode == "all" and "silent" in modes[engine["name"]]:
                 found.append((label, (engine["name"], "silent")))
     return found
 

@@ -44,14 +44,6 @@ class Mismatch:
         return float(np.abs(self.deltas).mean())
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Of `mean`, 95 %: a bootstrap over whole completions."""
-        sums, lengths = np.array([(np.abs(d).sum(), len(d)) for d in self.delta]).T
-        drawn = draw(len(sums))
-        low, high = np.percentile(sums[drawn].sum(-1) / lengths[drawn].sum(-1), [2.5, 97.5])
-        return float(low), float(high)
-
-    @property
     def k3(self) -> float:
         """Estimate of the KL divergence of the trainer's distribution from the server's,
         which sampled, in nats: the mean of r - 1 - log r, where r is the importance
@@ -98,13 +90,8 @@ def load(checkpoint: Path, dtype: torch.dtype) -> Any:
 
 
 def measure(model: Any, completions: Sequence[Completion], *, replayed: bool) -> Mismatch:
-    """Compute log-probs of the sampled tokens as a trainer does, from whole sequences.
-
-    Args:
-        model: a causal-LM model of `transformers`, in the dtype it trains in.
-        completions: with log-probs, sampled at temperature 1.
-        replayed: whether it takes the server's experts or chooses itself.
-    """
+    """Compute log-probs of the sampled tokens as a trainer does, from whole sequences. With
+    `replayed`, it takes the server's experts; else it chooses itself."""
     found = Mismatch([], [])
     for begin in range(0, len(completions), BATCH):
         batch = completions[begin : begin + BATCH]

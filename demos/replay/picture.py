@@ -24,12 +24,7 @@ OWN, REPLAYED = "#D55E00", "#0072B2"
 
 
 def draw(path: Path, result: Result) -> None:
-    """Write the picture as a PNG file.
-
-    Args:
-        path: the file; its folder exists.
-        result: what to show; the close-up is of its first completion.
-    """
+    """Write the picture as a PNG file; the close-up is of the first completion."""
     plain, replayed = result.plain, result.replayed
     layers = plain.differs[0].shape[1]
     width = 15.0

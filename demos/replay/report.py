@@ -19,20 +19,13 @@ from examples.client import Completion
 
 @dataclass(frozen=True)
 class Result:
-    """One run.
+    """One run."""
 
-    Attributes:
-        completions: of the server, in float32.
-        router_std: standard deviation of the routers' weights.
-        control: the trainer in float32 with its own routes.
-        plain, replayed: the trainer in bfloat16, with its own routes and the server's.
-    """
-
-    completions: Sequence[Completion]
+    completions: Sequence[Completion]  # of the server, in float32
     router_std: float
-    control: Mismatch
-    plain: Mismatch
-    replayed: Mismatch
+    control: Mismatch  # the trainer in float32 with its own routes
+    plain: Mismatch  # in bfloat16, with its own routes
+    replayed: Mismatch  # in bfloat16, with the server's
 
     @cached_property
     def gain(self) -> Gain:

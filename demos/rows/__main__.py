@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: serve a small MoE model, get the experts of every token over HTTP, and check them.
 
-    python -m demos.rows [--on LINE] [--out DIR] [--eager] [--corrupt | --pristine]
+    python -m demos.rows [--on LINE] [--out DIR] [--corrupt | --pristine]
 
 Exit status: 0 all rows agree; 1 failed, with the reason in one sentence; 2 wrong arguments; 130 or
 143 ended by Ctrl-C or SIGTERM. No process is left behind.
@@ -87,7 +87,7 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
 
         sequence = picture.Sequence(
             rows=rows[0],
-            pieces=[tokenizer.decode([t]) for t in answers[0].prompt + answers[0].token_ids],
+            text=tokenizer.decode(answers[0].prompt),
             prompt_tokens=len(answers[0].prompt),
             chunk=CHUNK,
         )
@@ -112,7 +112,6 @@ def _ask(
         "--enable-prefix-caching",
         "--enable-chunked-prefill",
         f"--max-num-batched-tokens={CHUNK}",
-        *(["--enforce-eager"] if args.eager else []),
     ]
     log = args.out / "server.log"
     answers: dict[str, Completion] = {}
@@ -206,11 +205,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
-    parser.add_argument(
-        "--eager",
-        action="store_true",
-        help="without torch.compile, if the line has it",
-    )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(
         "--corrupt", action="store_true", help="change one captured id first; must then fail"
@@ -218,10 +212,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     way.add_argument(
         "--pristine", action="store_true", help="say what an unpatched vLLM returns; must fail"
     )
-    args = parser.parse_args(argv)
-    if args.eager and args.pristine:
-        parser.error("--pristine shows the release in its line's own mode: leave out --eager")
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -36,22 +36,14 @@ STYLE = {
     "xtick.color": SOFT,
     "ytick.color": SOFT,
 }
-CLOSE_UP = 26  # tokens whose text is shown
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence to draw: P prompt and O returned tokens.
-
-    Attributes:
-        rows: (P + O - 1, L, K) integer, its rows from position 0.
-        pieces: P + O texts, one per token.
-        prompt_tokens: P.
-        chunk: tokens per prefill step.
-    """
+    """One sequence to draw: (tokens, layers, top-k) rows, the prompt, and its chunks' length."""
 
     rows: npt.NDArray[np.integer[Any]]
-    pieces: collections.abc.Sequence[str]
+    text: str
     prompt_tokens: int
     chunk: int
 
@@ -63,53 +55,27 @@ def draw(
     top_k: int,
     verdict: str,
 ) -> None:
-    """Write the picture as a PNG file.
-
-    Args:
-        path: the file; its folder exists.
-        uses: one per MoE layer, over all captured tokens.
-        sequence: whose routes to show.
-        top_k: experts per token and layer.
-        verdict: one line for the subtitle.
-    """
+    """Write the picture as a PNG file: use of each layer, and a sequence's routes."""
     layers, experts = len(uses), len(uses[0].counts)
-    width = 15.0
-    left = 0.065
-    right = 0.975
-    # Heights in inches, from the top: title, heat map, strips, close-up; gaps between.
-    title = 1.35
-    heat = 0.56 * layers
-    strips = 1.5 * layers
-    close = 0.57 * layers
-    gap, foot = 1.15, 0.3
-    height = title + heat + gap + strips + gap + close + foot
     with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(width, height), dpi=120, facecolor=PAPER)
-
-        def axes(top: float, tall: float) -> Axes:
-            """Axes over the whole width, `top` inches from the top, `tall` inches high."""
-            box = (left, 1 - (top + tall) / height, right - left, tall / height)
-            return figure.add_axes(box)
-
-        figure.text(
-            left, 1 - 0.4 / height, f"Each token picks {top_k} of {experts} experts, "
-            f"in every layer", size=21, weight="bold", va="center",
+        size = (15.0, 2.8 + 2.06 * layers)
+        figure = plt.figure(figsize=size, dpi=120, facecolor=PAPER, layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.04, w_pad=0.1)
+        tall = [0.56 * layers, *[1.5] * layers]
+        heat, *strips = figure.subplots(layers + 1, height_ratios=tall)
+        figure.suptitle(
+            f"Each token picks {top_k} of {experts} experts, in every layer anew\n",
+            x=0.005, ha="left", size=21, weight="bold",
         )  # fmt: skip
         figure.text(
-            left, 1 - 0.79 / height, f"Routing of a small random Qwen3-MoE, returned by vLLM "
-            f"with the tokens. Checked against Hugging Face transformers: {verdict}.",
+            0.005, 1 - 0.62 / size[1], "Routing of a small random Qwen3-MoE, returned by vLLM with "
+            f"the tokens. Checked against Hugging Face transformers: {verdict}.",
             size=11, color=SOFT, va="center",
         )  # fmt: skip
-        _heat_map(axes(title, heat), uses)
-        top = title + heat + gap
-        each = strips / layers
-        for i, use in enumerate(uses):
-            axis = axes(top + i * each, each - 0.14)
-            colour = COLOURS[i % len(COLOURS)]
-            _strip(axis, use.layer, experts, sequence, colour, last=i == layers - 1)
-            if i == 0:
-                _mark_steps(axis, sequence)
-        _close_up(axes(top + strips + gap, close), [u.layer for u in uses], experts, sequence)
+        _heat_map(heat, uses)
+        for axis, use, colour in zip(strips, uses, itertools.cycle(COLOURS), strict=False):
+            _strip(axis, use.layer, experts, sequence, colour, last=use is uses[-1])
+        _mark_steps(strips[0], sequence)
         figure.savefig(path, facecolor=PAPER)
         plt.close(figure)
 
@@ -187,59 +153,10 @@ def _mark_steps(axis: Axes, sequence: Sequence) -> None:
             ha="center", va="bottom", color=INK if generated else SOFT,
             weight="bold" if generated else "normal",
         )  # fmt: skip
-    opening = "".join(sequence.pieces[: sequence.prompt_tokens])[:60].rsplit(" ", 1)[0]
+    opening = sequence.text[:60].rsplit(" ", 1)[0]
     axis.set_title(
         f"One sequence, token by token: “{opening} …”", loc="left", size=12.5, weight="bold", pad=24
     )
-
-
-def _close_up(
-    axis: Axes, layers: collections.abc.Sequence[int], experts: int, sequence: Sequence
-) -> None:
-    """The first tokens with their text; each square holds a layer's experts, chosen ones lit."""
-    count = min(CLOSE_UP, len(sequence.rows))
-    side = int(np.ceil(np.sqrt(experts)))
-    pitch = side + 1  # a blank line between squares
-    field = np.full((pitch * len(layers), pitch * count), np.nan)
-    colours = []
-    for i, layer in enumerate(layers):
-        colours += [_mix(COLOURS[i % len(COLOURS)], 0.1), to_rgb(COLOURS[i % len(COLOURS)])]
-        for token in range(count):
-            square = np.full(side * side, np.nan)
-            square[:experts] = 2 * i
-            square[sequence.rows[token, layer]] = 2 * i + 1
-            field[i * pitch : i * pitch + side, token * pitch : token * pitch + side] = (
-                square.reshape(side, side)
-            )
-    axis.pcolormesh(
-        field, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5,
-        edgecolors=PAPER, linewidth=0.8,
-    )  # fmt: skip
-    axis.set_xlim(0, pitch * count - 1)
-    axis.set_ylim(pitch * len(layers) - 1, 0)
-    axis.xaxis.tick_top()
-    axis.set_xticks(
-        [pitch * t + side / 2 for t in range(count)],
-        # A token's own blank begins a word: show it.
-        [sequence.pieces[t].replace(" ", "·").replace("\n", "⏎") for t in range(count)],
-        color=INK,
-    )
-    axis.set_yticks(
-        [pitch * i + side / 2 for i in range(len(layers))], [f"layer {layer}" for layer in layers]
-    )
-    for i, label in enumerate(axis.get_yticklabels()):
-        label.set(color=COLOURS[i % len(COLOURS)], weight="bold")
-    axis.tick_params(length=0, pad=5)
-    axis.spines[:].set_visible(False)
-    axis.set_title(
-        f"Its first {count} tokens: a square is a layer's {experts} experts, 0 at its top left, "
-        f"and the chosen ones are dark",
-        loc="left", size=12.5, weight="bold", pad=9,
-    )  # fmt: skip
-    axis.annotate(
-        "· is a blank", (1, 1), (0, 24), xycoords="axes fraction", textcoords="offset points",
-        ha="right", va="bottom", color=SOFT,
-    )  # fmt: skip
 
 
 def _steps(sequence: Sequence) -> list[int]:

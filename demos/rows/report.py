@@ -19,17 +19,11 @@ MAX_TIE_SHARE = 0.001
 
 @dataclass(frozen=True)
 class LayerUse:
-    """How one MoE layer used its experts.
-
-    Attributes:
-        layer: decoder layer.
-        counts: (E,) int, how many tokens chose each expert.
-        tokens: tokens captured.
-    """
+    """How one MoE layer used its experts."""
 
     layer: int
-    counts: npt.NDArray[np.int64]
-    tokens: int
+    counts: npt.NDArray[np.int64]  # (E,) tokens that chose each expert
+    tokens: int  # captured
 
     @property
     def share(self) -> npt.NDArray[np.float64]:
@@ -45,13 +39,7 @@ class LayerUse:
 def layer_uses(
     rows: Iterable[npt.NDArray[np.integer[Any]]], layers: Sequence[int], experts: int
 ) -> list[LayerUse]:
-    """Count the use of every MoE layer.
-
-    Args:
-        rows: arrays of shape (R, L, K), one per answer.
-        layers: the decoder layers that route.
-        experts: E; ids beyond it are not counted (`oracle.compare` refuses them).
-    """
+    """Count the use of every MoE layer, over (R, L, K) rows of each answer."""
     joined = np.concatenate(list(rows))
     return [
         LayerUse(

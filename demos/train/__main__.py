@@ -114,19 +114,8 @@ def run_trainer(
     what: str,
     progress: Callable[[], str] = lambda: "",
 ) -> None:
-    """Run a program in the trainer's environment.
-
-    Args:
-        out: folder of the demo.
-        name: of the module.
-        arguments: of the program.
-        console: to show progress on.
-        what: is done.
-        progress: called while waiting; returns what to show.
-
-    Raises:
-        Failure: it failed; the text has its first error.
-    """
+    """Run a module of the demo in the trainer's environment; `progress` returns what to show while
+    it runs. Raises Failure with its first error."""
     site = out / "site"
     site.mkdir(exist_ok=True)
     for package in PACKAGES:

@@ -28,12 +28,7 @@ PANELS: dict[str, Callable[[Step], float]] = {
 
 
 def draw(path: Path, steps: Sequence[Step]) -> None:
-    """Write the picture as a PNG file.
-
-    Args:
-        path: the file; its folder exists.
-        steps: of both ways.
-    """
+    """Write the picture of the steps of both ways as a PNG file."""
     mean = means(steps)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(PANELS), figsize=(19, 5.2), dpi=110, facecolor=PAPER)

@@ -17,34 +17,21 @@ from demos.train import ARMS
 
 @dataclass(frozen=True)
 class Step:
-    """One rollout, and the trainer's log-probs of its tokens before the optimizer step.
+    """One rollout, and the trainer's log-probs of its tokens before the optimizer step. A decision
+    is one token in one layer."""
 
-    Attributes:
-        arm: key of `ARMS`.
-        step: number of optimizer steps before.
-        tokens: sampled ones.
-        mean, greatest: of |the trainer's log-prob less the server's|.
-        k3: estimate of the KL divergence of the trainer's distribution from the server's, in nats.
-        outside: share of tokens whose importance ratio is below 0.5 or above 2.
-        differs: share of decisions in which the trainer itself would take other experts than the
-            row has. A decision is one token in one layer.
-        rows, wrong: how many were compared with `transformers`, and how many differ.
-        first: the first difference, or nothing.
-        seconds: by part of the step.
-    """
-
-    arm: str
-    step: int
+    arm: str  # key of `ARMS`
+    step: int  # optimizer steps before
     tokens: int
-    mean: float
+    mean: float  # of |the trainer's log-prob less the server's|
     greatest: float
-    k3: float
-    outside: float
-    differs: float
-    rows: int
-    wrong: int
+    k3: float  # estimate of the KL divergence, in nats
+    outside: float  # share of tokens whose importance ratio is below 0.5 or above 2
+    differs: float  # share of decisions in which the trainer itself would take other experts
+    rows: int  # compared with `transformers`
+    wrong: int  # how many differ
     first: str
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float]  # by part of the step
 
 
 FIGURES: dict[str, Callable[[Step], str]] = {

@@ -48,32 +48,18 @@ def eplb(asynchronous: bool) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One layout.
-
-    Attributes:
-        gpus: how many it needs.
-        options: of the engine.
-        dp: offline engines that form one data parallel group through VLLM_DP_*.
-        model: a name that `make_model` takes.
-        dtype: of the model; "" for the one that the reference took.
-        tokens: returned for each prompt.
-        records: whether ranks record their router logits (not with CUDA graphs).
-        serve: arguments of each `vllm serve`; empty for offline engines.
-        disaggregated: whether a prefill and a decode engine serve behind a proxy, joined by NIXL.
-        hosts: the host counts (GPUs) whose default run has the cell.
-        note: for the table.
-    """
+    """One layout."""
 
     gpus: int
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    dp: int = 1
+    dp: int = 1  # offline engines that form one data parallel group
     model: str = "qwen3"
-    dtype: str = ""
+    dtype: str = ""  # else the one that the reference took
     tokens: int = 24
-    records: bool = True
-    serve: tuple[tuple[str, ...], ...] = ()
-    disaggregated: bool = False
-    hosts: tuple[int, ...] = (2, 4)
+    records: bool = True  # ranks record their router logits: not with CUDA graphs
+    serve: tuple[tuple[str, ...], ...] = ()  # of each `vllm serve`; else engines are offline
+    disaggregated: bool = False  # a prefill and a decode engine behind a proxy, with NIXL
+    hosts: tuple[int, ...] = (2, 4)  # counts of GPUs whose default run has the cell
     note: str = ""
 
 

@@ -46,12 +46,8 @@ def device_environment(device: str, gpus: int, slot: int, count: int) -> dict[st
 def run_cell(
     cell: Cell, dtype: str, folder: Path, scratch: Path, environment: dict[str, str], limit_s: float
 ) -> None:
-    """Run the layout and write answers and logits into `scratch`.
-
-    Raises:
-        Refused: the build refuses the layout by name.
-        Failed: any other failure.
-    """
+    """Run the layout and write answers and logits into `scratch`. Raises Refused if the build
+    refuses the layout by name, else Failed."""
     began = time.monotonic()
     model = make_model(cell.model, folder)
     options: dict[str, Any] = {**OPTIONS, "dtype": cell.dtype or dtype, **cell.options}

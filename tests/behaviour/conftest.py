@@ -186,14 +186,8 @@ def ask(
     lora: Any = None,
     **sampling: Any,
 ) -> list[RequestOutput]:
-    """Complete prompts at once.
-
-    Args:
-        prompts: token ids, or vLLM's own dictionaries.
-        each: for each prompt, fields of its `SamplingParams` alone.
-        lora: of `LLM.generate`.
-        sampling: fields of `SamplingParams` of all.
-    """
+    """Complete prompts (ids, or vLLM's own dictionaries) at once. `sampling` are fields of all
+    `SamplingParams`, `each` of one prompt's alone."""
     given = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
     params = [make_params(**{**sampling, **own}) for own in each or [{}] * len(prompts)]
     return llm.generate(given, params, use_tqdm=False, lora_request=lora)

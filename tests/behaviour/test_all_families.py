@@ -82,14 +82,7 @@ def answered(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) ->
 def assert_form(
     completion: CompletionOutput, layers: Sequence[int], top_ks: Sequence[int], experts: int
 ) -> None:
-    """Layers, top-k, dtype and the range of ids are the model's.
-
-    Args:
-        completion: of the model.
-        layers: layers that route.
-        top_ks: of every decoder layer, the others included.
-        experts: number of all experts of a layer.
-    """
+    """Layers, top-k (of every decoder layer), dtype and the range of ids are the model's."""
     rows = completion.routed_experts
     assert rows is not None
     assert rows.shape[1:] == (len(top_ks), max(top_ks))

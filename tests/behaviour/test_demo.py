@@ -15,15 +15,6 @@ from tests.behaviour.conftest import pretend_amx, run_module
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 
 
-def assert_demo_passes(out: Path, *options: str) -> None:
-    """It finds every row true, and draws them."""
-    done = run_module("demos.rows", out, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    agreeing, rows = count_agreeing(done)
-    assert agreeing == rows
-    assert (out / "routes.png").read_bytes().startswith(b"\x89PNG")
-
-
 def count_agreeing(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
     """Rows that agree, and all rows."""
     agree = re.search(r"([\d,]+) of ([\d,]+) rows agree", done.stdout)
@@ -34,14 +25,11 @@ def count_agreeing(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
 
 
 def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path) -> None:
-    assert_demo_passes(tmp_path)
-
-
-def test_eager_is_refused_with_pristine(tmp_path: Path) -> None:
-    done = run_module("demos.rows", tmp_path / "out", "--eager", "--pristine")
-    assert done.returncode == 2
-    assert "leave out --eager" in done.stderr
-    assert not (tmp_path / "out").exists()
+    done = run_module("demos.rows", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    agreeing, rows = count_agreeing(done)
+    assert agreeing == rows
+    assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

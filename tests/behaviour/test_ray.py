@@ -45,14 +45,7 @@ ON_OTHER = [
 
 
 def environment(folder: Path, address: str, port: int, gpus: int) -> dict[str, str]:
-    """Variables of one node.
-
-    Args:
-        folder: for Ray's own files; its name must be short, because of Ray's sockets.
-        address: of the node.
-        port: of the head.
-        gpus: workers that the node takes.
-    """
+    """Variables of one node. The name of `folder` must be short, because of Ray's sockets."""
     line = LINES[PROJECT.line].variables()
     path = [str(PLATFORM), *filter(None, [line.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
     return {

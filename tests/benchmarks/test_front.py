@@ -35,14 +35,6 @@ def test_target_is_for_the_longest_callback(more: float, verdict: str) -> None:
     assert f"| 1.0, {1 + more:.1f}, **+{more:.1f}** | 1.0, 100.0, **+99.0** | {verdict} |" in text
 
 
-def test_too_few_rounds_conclude_nothing() -> None:
-    text = report_text([round_of(1.0, 1.0)] * 7, read_arguments([]))
-    assert "Too few rounds" in text
-    assert "too few rounds" in text
-    assert "met" not in text
-    assert "missed" not in text
-
-
 def test_it_runs(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.front", "--out", str(tmp_path / "front.md")]
     words += ["--rounds=1", "--layers=2", "--prompt=30000", "--steps=4", "--readers=2"]

@@ -86,15 +86,6 @@ def test_another_build_is_compared_with_what_does_the_same(flag: str, mode: str)
     assert pairs == [(("release", flag), ("ours", mode))]
 
 
-def test_build_without_an_engine_that_is_off_is_compared_with_the_first_build() -> None:
-    engines = [
-        {"name": "release", "build": "release", "flag": "off"},
-        {"name": "ours", "build": "ours", "flag": "opt-in"},
-    ]
-    pairs = pairs_to_compare(engines, {"release": ["off"], "ours": ["silent"]})
-    assert pairs == [(("ours", "silent"), ("release", "off"))]
-
-
 @pytest.mark.parametrize("word", ["a", "a:of", "c:off", ":off", "a:off"])
 def test_unknown_engines_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="BUILD:FLAG"):
@@ -141,13 +132,6 @@ def test_comparison_leaves_out_the_round_that_warms_up() -> None:
     assert everybody.seconds.percent == pytest.approx(2.0)
     assert everybody.verdict == "missed"
     assert ("patched opt-in, all", "patched opt-in, silent") in found
-
-
-def test_a_round_that_was_cut_short_is_compared_as_far_as_it_went() -> None:
-    records = [*records_of(8), turn_record("off", "off", 9), turn_record("opt-in", "all", 9)]
-    found = {(c.label, c.reference): c.seconds.pairs for c in comparisons(records)}
-    assert found["patched opt-in, all", "patched off"] == 9
-    assert found["patched opt-in, silent", "patched off"] == 8
 
 
 def test_noise_above_the_target_is_said() -> None:

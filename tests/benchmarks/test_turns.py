@@ -30,7 +30,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_times_are_compared_within_a_round() -> None:
-    tripled, doubled = "+200.00 % [+200.00, +200.00]", "+100.00 % [+100.00, +100.00]"
+    doubled = "+100.00 % [+100.00, +100.00]"
+    tripled = "+200.00 % [+200.00, +200.00]"
     assert report(make_rounds(8)).count(f"| {tripled} | {doubled} |") == TURNS
 
 

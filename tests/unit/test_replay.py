@@ -388,18 +388,6 @@ def sampled(
     ]
 
 
-@pytest.mark.parametrize("replayed", [False, True])
-def test_same_numerics_have_no_mismatch(
-    sampled: tuple[Any, list[Completion]], replayed: bool
-) -> None:
-    model, completions = sampled
-    found = mismatch.measure(model, completions, replayed=replayed)
-    assert [len(d) for d in found.delta] == [len(c.token_ids) for c in completions]
-    assert found.deltas == pytest.approx(0, abs=1e-4)
-    assert found.k3 == pytest.approx(0, abs=1e-8)
-    assert found.tokens == found.decisions == 0
-
-
 def test_decision_that_differs_is_found_where_it_is(sampled: tuple[Any, list[Completion]]) -> None:
     model, completions = sampled
     rows = completions[1].rows.copy()

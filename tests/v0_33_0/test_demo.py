@@ -12,7 +12,6 @@ import pytest
 from harness.lines import installed
 from harness.server import Server
 from tests.behaviour.conftest import run_module
-from tests.behaviour.test_demo import assert_demo_passes
 from tests.real import PROJECT
 from tools.common.pin import Project
 
@@ -26,12 +25,6 @@ def test_vllm_runs_its_triton_kernels_in_the_interpreter(tmp_path: Path) -> None
         [sys.executable, "-c", program], env=env, text=True, capture_output=True, check=False
     )
     assert done.stdout.splitlines()[-1:] == ["True triton"], done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--eager"]], ids=["compiled", "eager"])
-def test_demo_finds_every_row_true_and_draws_it(tmp_path: Path, options: list[str]) -> None:
-    assert_demo_passes(tmp_path, *options)
 
 
 @pytest.mark.slow

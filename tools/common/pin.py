@@ -153,6 +153,6 @@ class Project:
         data = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         found = data.get("project", {}).get("version")
         if not isinstance(found, str) or not re.fullmatch(r"[1-9]\d*", found):
-            what, expected = "the release number is not usable", 'a whole number, as a string: "1"'
-            raise ToolError(what, f"{path}, [project].version", expected, found)
+            what = '[project].version is no whole number, as a string: "1"'
+            raise ToolError(what, path, found=found)
         return int(found)

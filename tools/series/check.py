@@ -30,9 +30,9 @@ def check_series(project: Project) -> Series:
     file = project.series_file
     series = read_series(file)
     unlisted = {path.name for path in file.parent.glob("*.patch")} - {p.name for p in series}
-    what, rule = "a patch is not in the series", "every .patch file listed"
+    what = "a patch is not in the series"
     step = "add it to the series or delete the file"
-    problems = [ToolError(what, file, rule, name, step) for name in sorted(unlisted)]
+    problems = [ToolError(what, file, None, name, step) for name in sorted(unlisted)]
     problems += [problem for patch in series for problem in check_patch(patch)]
     if problems := [*problems, *check_needs(series)]:
         raise Problems("the series breaks its rules", problems=problems)
@@ -63,8 +63,8 @@ def check_patch(patch: Patch) -> list[ToolError]:
 def _check_message(patch: Patch) -> Iterator[ToolError]:
     lines, name = patch.body.splitlines(), patch.name
     if not slug(patch.subject):
-        what, expected = "the patch has no subject", "Subject: [PATCH] [Area] What it adds"
-        yield ToolError(what, name, expected, patch.subject or "nothing", _REWORD)
+        expected = "Subject: [PATCH] [Area] What it adds"
+        yield ToolError("the patch has no subject", name, expected, patch.subject, _REWORD)
     for header, (right, expected) in HEADERS.items():
         found = [line for line in lines if re.match(rf"\s*{header}\s*[:=]", line, re.IGNORECASE)]
         good = [line for line in found if re.fullmatch(right, line.rstrip())]
@@ -76,8 +76,8 @@ def _check_message(patch: Patch) -> Iterator[ToolError]:
         what, said = "the project's Signed-off-by is missing", " / ".join(found)
         yield ToolError(what, name, expected, said or "no such line", _SIGN)
     if not any(line.strip() and not _HEADER.fullmatch(line) for line in lines):
-        what, expected = "the message has no body", "why the patch is needed and what a user sees"
-        yield ToolError(what, name, expected, "only a subject and headers", _REWORD)
+        expected = "why the patch is needed and what a user sees"
+        yield ToolError("the message has no body", name, expected, next_step=_REWORD)
 
 
 def check_files(patch: Patch) -> Iterator[ToolError]:
@@ -89,8 +89,8 @@ def check_files(patch: Patch) -> Iterator[ToolError]:
         if file.is_symlink or file.is_submodule:
             yield ToolError("a link is changed", patch.name, "a regular file", file.path, step)
     if not patch.diff:
-        what, step = "the patch changes nothing", "drop the commit, then: series export"
-        yield ToolError(what, patch.name, "a changed file", "no diff", step)
+        step = "drop the commit, then: series export"
+        yield ToolError("the patch changes nothing", patch.name, next_step=step)
 
 
 def _check_lines(patch: Patch) -> Iterator[ToolError]:

@@ -161,19 +161,15 @@ def read_series(series_file: Path) -> Series:
         raise ToolError("there is no series file", series_file, next_step=step) from None
     problems = []
     for name in dict.fromkeys(names):
-        path = series_file.parent / name
         if names.count(name) > 1:
-            what = "a patch is listed twice"
-            expected = "each name once"
-            step = "delete all but one"
-            problems.append(ToolError(what, series_file, expected, name, step))
+            problems.append(ToolError("a patch is listed twice", series_file, found=name))
         if Path(name).name != name or not name.endswith(".patch"):
             what = "a name in the series is not that of a patch beside it"
-            expected, step = "<what-it-adds>.patch", "correct the line"
-            problems.append(ToolError(what, series_file, expected, name, step))
-        elif not path.is_file():
-            what, step = "a listed patch does not exist", "restore the file or delete the line"
-            problems.append(ToolError(what, series_file, path, name, step))
+            problems.append(ToolError(what, series_file, "<what-it-adds>.patch", name))
+        elif not (series_file.parent / name).is_file():
+            step = "restore the file or delete the line"
+            what = "a listed patch does not exist"
+            problems.append(ToolError(what, series_file, None, name, step))
     if problems:
         raise Problems(f"the list of patches in {series_file} is wrong", problems=problems)
     return tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names)

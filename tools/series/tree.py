@@ -55,8 +55,8 @@ def unpack_source(archive: Path, archive_only: Sequence[str], into: Path) -> tup
         with tarfile.open(archive) as tar:
             tar.extractall(into, filter=below_top)
     except tarfile.FilterError as error:
-        what, step = "a member of the archive leaves the tree", "check [source] in upstream.toml"
-        raise ToolError(what, archive, found=error, next_step=step) from error
+        what = "a member of the archive leaves the tree"
+        raise ToolError(what, archive, found=error) from error
     git = Git(into)
     git.run("init", "-q", "--template=", "--object-format=sha1", f"--initial-branch={BRANCH}")
     # --force: the release tracks files that its own .gitignore names.
@@ -96,13 +96,13 @@ def open_tree(project: Project) -> Git:
         raise ToolError("there is no build tree", where=git.path, next_step=apply)
     base = git.commit_id(BASE_REF) if (git.path / ".git").exists() else None
     if base is None:
-        what, step = "this directory was not made by series apply", f"move it away, then: {apply}"
-        raise ToolError(what, git.path, next_step=step)
+        what = "this directory was not made by series apply"
+        raise ToolError(what, git.path, next_step=f"move it away, then: {apply}")
     message = git.log(base, "%B")
     if message != base_message(pin).strip() or git.tree_id(base) != pin.tree:
-        what, step = "the build tree belongs to another pin", "keep what you need, then delete it"
         expected, found = f"source sha256 {pin.source.sha256}", message.splitlines()[-1]
-        raise ToolError(what, git.path, expected, found, step)
+        step = "keep what you need, then delete it"
+        raise ToolError("the build tree belongs to another pin", git.path, expected, found, step)
     return git
 
 

@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     clone, who = Git(arguments.clone), find_person(arguments.clone)
     base = None if label.startswith("-") else clone.commit_id(label)
     if base is None:
-        what, expected = "the clone has no such ref", "a tag, a branch or a commit"
-        raise ToolError(what, clone.path, expected, label, "git fetch --tags origin")
+        step = "git fetch --tags origin"
+        raise ToolError("the clone has no such ref", clone.path, None, label, step)
     inside = with_needs(series, [patch.name for patch in chosen])
     commits = Git(project.tree).commits(f"{BASE_REF}..{APPLIED_REF}")
     stack = [pair for pair in zip(series, commits, strict=True) if pair[0].name in inside]
@@ -115,8 +115,8 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 def find_person(clone: Path) -> tuple[str, str]:
     """Name and address that git would commit with in a clone; a placeholder is refused."""
     if not (clone / ".git").exists():
-        what, step = "this is not a clone of vLLM", "name the top directory of one: --clone <path>"
-        raise ToolError(what, clone, "a directory with .git", next_step=step)
+        step = "name the top directory of one: --clone <path>"
+        raise ToolError("this is not a clone of vLLM", clone, next_step=step)
     # With the user's own configuration, which the tools read nowhere else.
     command = ["git", "-C", str(clone), "-c", "user.useConfigOnly=true"]
     command += ["var", "GIT_COMMITTER_IDENT"]

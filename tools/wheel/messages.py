@@ -207,5 +207,7 @@ def ask(url: str, body: Any = None) -> tuple[int, Any]:
 
 if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
-    found = read(json.load(sys.stdin)) if what == "read" else globals()[what](*arguments)
-    print(json.dumps(found), flush=True)
+    if what == "serve":
+        print(json.dumps(serve(*arguments)), flush=True)
+    else:
+        print(json.dumps(read(json.load(sys.stdin)) if what == "read" else write()))

@@ -173,9 +173,8 @@ def _kept(wheel: ZipFile, info: ZipInfo, name: str, why: str = "base wheel") -> 
 def _replace(what: str, text: str, pattern: str, line: str) -> str:
     new, count = re.subn(pattern, lambda _: line, text, flags=re.MULTILINE)
     if count != 1:
-        what, expected = f"{what} of the base wheel is not as expected", f"one line like {pattern}"
-        step = "check the base wheel that upstream.toml pins"
-        raise ToolError(what, None, expected, f"{count} of them", step)
+        said = f"{what} of the base wheel is not as expected"
+        raise ToolError(said, expected=f"one line like {pattern}", found=f"{count} of them")
     return new
 
 

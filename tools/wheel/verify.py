@@ -54,9 +54,10 @@ def _plan_for(project: Project, version: str, tags: Collection[Tag]) -> tuple[Pl
     base, release = read_wheel_version(project.pin, version, tags)
     git, series = tree_series(project)
     if bool(series) != bool(release):
-        what, step = "the version does not go with the build tree", "python -m tools series apply"
+        what = "the version does not go with the build tree"
         expected = "release 0 for the pristine tree, 1 and up for a patched one"
-        raise ToolError(what, version, expected, f"release {release}, {len(series)} patches", step)
+        found = f"release {release}, {len(series)} patches"
+        raise ToolError(what, version, expected, found, "python -m tools series apply")
     with zipfile.ZipFile(fetch(base.file, project)) as wheel:
         return plan_wheel(wheel, base, git, project.pin, series, release), len(series)
 

@@ -82,15 +82,8 @@ class Faults:
 
 def recover(scheduler: Any, worker: Any, steps: deque[Any], depth: int, config: Any) -> None:
     """What the engine does after a step has failed in the worker, with `--enable-fault-tolerance`:
-    end all requests, and go on.
-
-    Args:
-        scheduler: of the engine.
-        worker: the connector of the worker.
-        steps: those before the failed one, which are still on their way.
-        depth: the most steps at once.
-        config: of vLLM.
-    """
+    end all requests, and go on. `steps` are those before the failed one, which are still on their
+    way."""
     runner = SimpleNamespace(
         execute_model_state=None,
         req_states=SimpleNamespace(req_id_to_index={}),
