@@ -163,8 +163,9 @@ MUTANTS = [
     Mutant(
         "ended request forgotten while its step runs",
         WORKER,
-        "        if self._pending_outputs:\n            # A step in flight may need it.",
-        "        if False:",
+        "            if self._pending_outputs:\n"
+        "                # A step in flight may need them.\n",
+        "            if False:\n",
     ),
     # Losses.
     Mutant(
@@ -173,6 +174,27 @@ MUTANTS = [
         "        self.reset()\n        return lost - self._taken.keys()\n",
         "        return lost - self._taken.keys()\n",
         setups="fault or recovery",
+    ),
+    Mutant(
+        "hashes that were not sent forgotten",
+        CONNECTOR,
+        "        self._is_lost = True\n",
+        "",
+        setups="fault",
+    ),
+    # Rows of earlier steps.
+    Mutant(
+        "rows of earlier steps of another request",
+        CONNECTOR,
+        "                earlier_ranges[len(indices)] = self.earlier_ranges[place]\n",
+        "                earlier_ranges[index] = self.earlier_ranges[place]\n",
+    ),
+    Mutant(
+        "earlier rows begin at their block",
+        WORKER,
+        "            offset = position % block_size\n",
+        "            offset = 0\n",
+        setups="session or drafts",
     ),
     # Loads, faults and remote prefills.
     Mutant(
@@ -234,9 +256,10 @@ MUTANTS = [
     Mutant(
         "block on the GPU counts as captured though its rows were released",
         CONNECTOR,
-        "                if cached := self._gpu_cached(block_hash):\n"
-        "                    cached.has_aux_output = False\n",
-        "",
+        "        if block := self._gpu_cached(block_hash):\n"
+        "            block.has_aux_output = False\n"
+        "        if block_hash",
+        "        if block_hash",
         setups="loads",
     ),
     # KV that is not there.

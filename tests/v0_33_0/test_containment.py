@@ -124,8 +124,7 @@ def lose_stored(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
         return look_again
 
-    for name in ("get_concatenated", "find_missing"):
-        patch.setattr(store, name, forgetting(getattr(store, name)))
+    patch.setattr(store, "get_concatenated", forgetting(store.get_concatenated))
 
 
 def fail_copy(engine: Any, patch: pytest.MonkeyPatch) -> None:
@@ -154,16 +153,17 @@ CAPTURE = fail(lambda engine: worker(engine)._buffer, "capture")
 SNAPSHOT = fail(lambda engine: worker(engine)._capturer, "snapshot_routing_data")
 COMMIT = fail(worker, "_commit_output")
 # Faults of the victim, and of steps.
+HASHES = fail(
+    lambda engine: engine.scheduler.aux_output_connector, "_take_new_hashes", concerns_victim
+)
 ONE: dict[str, Fault] = {
-    "order": skip_positions,
-    "hashes": fail(
-        lambda engine: engine.scheduler.aux_output_connector, "_take_new_hashes", concerns_victim
-    ),
     "no output": change_output(lose_rows),
     "output of other positions": change_output(move_rows),
-    "no stored rows": lose_stored,
 }
 ALL: dict[str, Fault] = {
+    "order": skip_positions,
+    "hashes": HASHES,
+    "no stored rows": lose_stored,
     "capture": CAPTURE,
     "commit": COMMIT,
     "publish": fail(worker, "_publish_blocks"),
@@ -215,7 +215,7 @@ def test_a_fault_ends_the_requests_that_it_concerns(
     engine.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("name", ["_new_state", "_drop_lost_blocks", "_finish", "_publish_blocks"])
+@pytest.mark.parametrize("name", ["_new_state", "_teardown", "_publish_blocks"])
 def test_a_fault_at_the_begin_of_a_step_does_no_harm_later(
     engine: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,7 +245,7 @@ def test_blocks_of_an_aborted_request_whose_hashes_were_not_sent_have_no_rows(
     """The request is aborted before its error. A step in flight caches its next blocks."""
     engine = Engine(Setup(asynchronous=True, depth=4, num_blocks=13))
     with monkeypatch.context() as patch:
-        ONE["hashes"](engine, patch)
+        HASHES(engine, patch)
         engine.add(PROMPTS[VICTIM], 6)
         for _ in range(3):
             engine.schedule([])

@@ -39,7 +39,7 @@ STOPS = list(range(0, VOCABULARY, 3))
 ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
 # What the sides of the connector know of requests. The release has few of these.
 OF_WORKER = ("_requests", "_slots", "_states", "_pending_outputs")
-OF_SCHEDULER = ("_unsent", "_sent_hash_counts", "_unsent_hashes", "_taken", "_takers", "_emitted")
+OF_SCHEDULER = ("_sent_hash_counts", "_unsent_hashes", "_taken", "_takers", "_emitted")
 OF_SCHEDULER += ("_rewound", "_finished_requests", "_loading", "_first_known")
 
 
@@ -456,9 +456,10 @@ class Engine:
             )
 
     def has_lost(self) -> bool:
-        """Whether the worker has lost all rows, and the scheduler does not know."""
+        """Whether a side has lost all rows, and the scheduler has not ended their requests."""
         worker, scheduler_side = self.runner.connector, self.scheduler.aux_output_connector
         lost = getattr(worker, "_lost_generation", -1) == scheduler_side._generation
+        lost = lost or getattr(scheduler_side, "_is_lost", False)
         return lost or getattr(worker._store, "failed", False)
 
     def crash(self, draft_is_right: list[bool], where: str) -> None:

@@ -19,17 +19,14 @@ from vllm.v1.worker.sentinel.gpu_worker_sentinel import WorkerSentinel
 # Methods of the worker's connector, and of its parts.
 WORKER = (
     "_new_state",
-    "_finish",
-    "_drop_lost_blocks",
     "_publish_blocks",
     "_commit_output",
-    "_copy_filled",
     "_add_earlier",
     "_teardown",
     "_rewind",
 )
 BUFFER = ("capture", "stage")
-STORE = ("put", "find_missing")
+STORE = ("put", "get_concatenated")
 SCHEDULER = ("_take_new_hashes",)
 PLACES = [*WORKER, *BUFFER, *STORE, *SCHEDULER, "snapshot_routing_data", "copy", "pack"]
 
