@@ -52,18 +52,15 @@ class Sending(ByReload):
         super()._post(path, body)
 
 
-class WatchedTrainer(ReplayTrainer):
-    """Measures every rollout, and compares its rows with `transformers`."""
+class Watched(ReplayTrainer):
+    """Measures every step of a `ReplayTrainer`."""
 
-    def __init__(self, *args: Any, folder: Path, arm: str, fault: str, **kwargs: Any) -> None:
-        super().__init__(*args, weights=folder / "weights", **kwargs)
-        sender = self.vllm_generation
-        self.vllm_generation = Sending(self, self.url, sender.folder, sender.dtype)
-        self.vllm_generation.generate = self._roll_out
-        self.vllm_generation.fault = self.fault = fault
+    def __init__(self, *args: Any, arm: str, file: Path, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.replays = arm == "replay"
         self.arm = arm
-        self.folder = folder
+        self.file = file
+        self.add_callback(AtEachEnd(self))
 
     def sampling_params(self, index: int) -> dict[str, Any]:
         seed = 1000 * self.state.global_step + index
@@ -73,10 +70,6 @@ class WatchedTrainer(ReplayTrainer):
         self.asked = time.monotonic()
         answer = super()._roll_out(*args, **kwargs)
         self.answered = time.monotonic()
-        if self.fault == "rows":
-            self.completions = [
-                replace(c, rows=np.roll(c.rows, 1, axis=0)) for c in self.completions
-            ]
         return answer
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -84,12 +77,14 @@ class WatchedTrainer(ReplayTrainer):
         output = super()._generate_and_score_completions(inputs)
         delta = output["old_per_token_logps"] - output["sampling_per_token_logps"]
         mask = output["completion_mask"].bool()
-        rows = [d[m].double().numpy() for d, m in zip(delta, mask, strict=True)]
+        rows = [d[m].double().cpu().numpy() for d, m in zip(delta, mask, strict=True)]
         mismatch = Mismatch(rows, [])
         ratios = np.exp(mismatch.deltas)
         checked = time.monotonic()
         comparison = self._compare()
-        step = {
+        self.trains = time.monotonic()
+        differs = self._metrics["train"].get("routing/own_choice_differs", [])
+        self.step = {
             "arm": self.arm,
             "step": self.state.global_step,
             "tokens": mismatch.deltas.size,
@@ -97,7 +92,7 @@ class WatchedTrainer(ReplayTrainer):
             "greatest": float(np.abs(mismatch.deltas).max()),
             "k3": mismatch.k3,
             "outside": float(((ratios < 0.5) | (ratios > 2)).mean()),
-            "differs": float(np.mean(self._metrics["train"]["routing/own_choice_differs"])),
+            "differs": float(np.mean(differs or 0.0)),
             "rows": comparison.rows,
             "wrong": comparison.rows - comparison.agree,
             "first": str(comparison.disagreements[0]) if comparison.disagreements else "",
@@ -105,12 +100,48 @@ class WatchedTrainer(ReplayTrainer):
                 "send": self.asked - began,
                 "sample": self.answered - self.asked,
                 "log-probs": checked - self.answered,
-                "check": time.monotonic() - checked,
+                "check": self.trains - checked,
             },
         }
-        with (self.folder / STEPS_FILE).open("a") as file:
-            file.write(json.dumps(step) + "\n")
         return output
+
+    def _compare(self) -> Comparison:
+        return Comparison()
+
+
+class AtEachEnd(transformers.TrainerCallback):
+    """Writes what was measured, after the optimizer's step."""
+
+    def __init__(self, trainer: Watched) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        step = self.trainer.step
+        step["seconds"]["train"] = time.monotonic() - self.trainer.trains
+        with self.trainer.file.open("a") as file:
+            file.write(json.dumps(step) + "\n")
+
+
+class WatchedTrainer(Watched):
+    """Compares the rows with `transformers` too, and can have the fault of a mutant."""
+
+    def __init__(self, *args: Any, folder: Path, fault: str, **kwargs: Any) -> None:
+        super().__init__(*args, weights=folder / "weights", file=folder / STEPS_FILE, **kwargs)
+        sender = self.vllm_generation
+        self.vllm_generation = Sending(self, self.url, sender.folder, sender.dtype)
+        self.vllm_generation.generate = self._roll_out
+        self.vllm_generation.fault = self.fault = fault
+        self.folder = folder
+
+    def _roll_out(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        answer = super()._roll_out(*args, **kwargs)
+        if self.fault == "rows":
+            self.completions = [
+                replace(c, rows=np.roll(c.rows, 1, axis=0)) for c in self.completions
+            ]
+        return answer
 
     def _compare(self) -> Comparison:
         """All rows of the rollout against the weights that the trainer has now."""

@@ -82,14 +82,13 @@ class ReplayTrainer(GRPOTrainer):
         extra = self.args.generation_kwargs or {}
         return {**given, "max_tokens": self.max_completion_length, "logprobs": 0, **extra}
 
+    def _ask(self, prompt: Sequence[int], index: int) -> Completion:
+        return generate(self.url, prompt, self.sampling_params(index))[0]
+
     def _roll_out(self, prompts: Sequence[Sequence[int]], *_: Any, **__: Any) -> tuple[Any, ...]:
         """What TRL calls for its samples: `VLLMGeneration.generate`."""
-
-        def ask(index: int) -> Completion:
-            return generate(self.url, prompts[index], self.sampling_params(index))[0]
-
         with ThreadPoolExecutor(min(REQUESTS, len(prompts))) as senders:
-            self.completions = list(senders.map(ask, range(len(prompts))))
+            self.completions = list(senders.map(self._ask, prompts, range(len(prompts))))
         logprobs = [[[logprob] for logprob in c.logprobs] for c in self.completions]
         return prompts, [list(c.token_ids) for c in self.completions], logprobs, None
 
