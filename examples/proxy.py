@@ -64,12 +64,7 @@ def decode_body(
     body: Mapping[str, Any], prefilled: Mapping[str, Any], remote: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The request for the decode engine: the original one, with the KV and the rows of the prompt.
-
-    Args:
-        body: the original request.
-        prefilled: the prefill engine's answer.
-        remote: where the KV is, if the answer does not say it.
-    """
+    `remote` says where the KV is, if the prefill engine's answer does not."""
     params = prefilled.get("kv_transfer_params") or {}
     if not connector_params(prefilled):
         params = {**params, **(remote or {"do_remote_prefill": True})}
@@ -85,15 +80,8 @@ def connector_params(prefilled: Mapping[str, Any]) -> dict[str, Any]:
 async def mooncake_params(
     client: httpx.AsyncClient, bootstrap: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The `kv_transfer_params` for the prefill and for the decode engine of one request.
-
-    Args:
-        bootstrap: URL of the prefill engine's bootstrap server.
-
-    Raises:
-        ProxyError: the server does not name one engine.
-        httpx.HTTPError: it gives no answer.
-    """
+    """The `kv_transfer_params` for the prefill and for the decode engine of one request, from the
+    prefill engine's bootstrap server. Raises ProxyError if it does not name one engine."""
     reply = await client.get(f"{bootstrap}/query")
     try:
         (rank,) = reply.raise_for_status().json().values()
@@ -117,12 +105,8 @@ async def mooncake_params(
 
 
 def make_app(prefill: str, decode: str, mooncake: str | None = None) -> FastAPI:
-    """Make the proxy.
-
-    Args:
-        prefill, decode: URLs of the two engines, without a path.
-        mooncake: URL of the prefill engine's bootstrap server, if its connector is Mooncake's.
-    """
+    """Make the proxy for two engines, and for the prefill engine's bootstrap server if its
+    connector is Mooncake's."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -30,21 +30,14 @@ TIE = 1e-5
 
 @dataclass(frozen=True)
 class Routes:
-    """The oracle's choice for one sequence: T tokens, M MoE layers, E experts, top-k of K.
+    """The oracle's choice for one sequence: T tokens, M MoE layers, E experts, top-k of K. A layer
+    that chooses fewer than K repeats its last id. Scores are what the experts are chosen by:
+    logits, unless the family says otherwise, and -inf outside the chosen groups."""
 
-    Attributes:
-        layers: (M,) int, the decoder layers that route, ascending.
-        num_layers: number of all decoder layers, dense ones included.
-        ids: (M, T, K) int, the chosen experts, sorted by id. A layer that chooses fewer
-            than K repeats its last one.
-        scores: (M, T, E) float32, what the experts are chosen by; logits unless the family says
-            otherwise. Experts outside the chosen groups are -inf.
-    """
-
-    layers: tuple[int, ...]
-    num_layers: int
-    ids: npt.NDArray[np.int64]
-    scores: npt.NDArray[np.float32]
+    layers: tuple[int, ...]  # (M,) that route, ascending
+    num_layers: int  # dense ones included
+    ids: npt.NDArray[np.int64]  # (M, T, K), sorted by id
+    scores: npt.NDArray[np.float32]  # (M, T, E)
 
     @property
     def chosen(self) -> npt.NDArray[np.bool_]:
@@ -64,20 +57,13 @@ class Routes:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One decision where captured experts and oracle differ, and no tie explains it.
-
-    Attributes:
-        position: of the token in its sequence.
-        layer: decoder layer.
-        got, want: the two sets, sorted; `want` is empty for a layer that does not route.
-        margin: the oracle's score margin at the k-th place.
-    """
+    """One decision where captured experts and oracle differ, and no tie explains it."""
 
     position: int
     layer: int
-    got: tuple[int, ...]
-    want: tuple[int, ...]
-    margin: float
+    got: tuple[int, ...]  # sorted
+    want: tuple[int, ...]  # sorted; empty for a layer that does not route
+    margin: float  # the oracle's, at the k-th place
 
     def __str__(self) -> str:
         got, want = (" ".join(map(str, ids)) or "none" for ids in (self.got, self.want))
@@ -212,22 +198,10 @@ def route_in_turns(*turns: tuple[Path | str, Sequence[int]]) -> Routes:
 def compare(
     rows: npt.NDArray[np.integer[Any]], routes: Routes, start: int = 0, tie: float = TIE
 ) -> Comparison:
-    """Compare captured rows with the oracle's.
-
-    A decision that differs is excused only if every expert in one set but not in the
-    other is tied with the k-th place; any other difference is a disagreement. Layers
-    without routing must be zero.
-
-    Args:
-        rows: (R, L, K') integer, rows of positions `start` to `start + R - 1`, L the number
-            of all decoder layers. A layer of smaller top-k may repeat ids: sets count.
-        routes: the oracle's, of at least `start + R` tokens.
-        start: position of the first row.
-        tie: scores closer than this are tied.
-
-    Raises:
-        ValueError: a shape that cannot be compared, or an id that is no expert.
-    """
+    """Compare captured rows, of positions from `start` on, with the oracle's. A decision that
+    differs is excused only if every expert in one set but not in the other is tied with the k-th
+    place. Layers without routing must be zero; a layer of smaller top-k may repeat ids. Raises
+    ValueError for a shape that cannot be compared, or an id that is no expert."""
     if rows.ndim != 3 or rows.shape[1] != routes.num_layers:
         raise ValueError(
             f"the rows have shape {rows.shape}; wanted (rows, {routes.num_layers} layers, top-k)"

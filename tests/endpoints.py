@@ -43,26 +43,16 @@ ABSENT = "–"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a request that asks gets, whichever way it asks.
-
-    Attributes:
-        path: of the server.
-        body: a valid request that says nothing of routed experts.
-        what: `ROWS`, `REFUSED` (HTTP 400, by name), `PASSED` (the rendered request asks) or
-            `SERVED` (it runs no engine, and takes requests of other endpoints), on every line that
-            has the endpoint.
-        ways: objects of the request in which the arguments may stand.
-        stream: whether it can stream.
-        silent: status of the answer to `body` from the model of the tests: 501 if the endpoint
-            wants another model.
-    """
+    """What a request that asks gets on every line that has the endpoint, whichever way it asks:
+    `ROWS`, `REFUSED` (HTTP 400, by name), `PASSED` (the rendered request asks) or `SERVED` (it runs
+    no engine, and takes requests of other endpoints)."""
 
     path: str
-    body: dict[str, Any]
+    body: dict[str, Any]  # a valid request that says nothing of routed experts
     what: str
-    ways: tuple[tuple[str, ...], ...] = (FIELD, XARGS)
+    ways: tuple[tuple[str, ...], ...] = (FIELD, XARGS)  # objects in which arguments may stand
     stream: bool = False
-    silent: int = 200
+    silent: int = 200  # status of the answer to `body`: 501 if it wants another model
 
     @property
     def name(self) -> str:

@@ -22,16 +22,10 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A trainer against a server, over completions of O sampled tokens and R rows each.
+    """A trainer against a server, over completions of O sampled tokens and R rows each."""
 
-    Attributes:
-        delta: for each completion (O,) float64: the trainer's log-prob less the server's.
-        differs: for each completion (R, M) bool: at each row and MoE layer, whether the
-            trainer itself would take another set of experts than the server did.
-    """
-
-    delta: list[npt.NDArray[np.float64]]
-    differs: list[npt.NDArray[np.bool_]]
+    delta: list[npt.NDArray[np.float64]]  # (O,): the trainer's log-prob less the server's
+    differs: list[npt.NDArray[np.bool_]]  # (R, M): the trainer would take others
 
     @cached_property
     def deltas(self) -> npt.NDArray[np.float64]:

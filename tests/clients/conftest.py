@@ -42,21 +42,14 @@ ABORTS = ("abort and resume", "abort without tokens")
 
 @dataclass(frozen=True)
 class Client:
-    """A row of the table.
+    """A row of the table. `engine` is the class in which the client holds vLLM:
+    `engine_<environment>.py` runs it in this environment, and the other module takes its answers
+    instead of the server's."""
 
-    Attributes:
-        asked: the behaviours that the client has.
-        packages: whose versions the table states. The first one names an environment in
-            build/clients, its lock, and the module `with_<environment>.py` that runs there.
-        part: of the client, whose program is `with_<part>.py`.
-        engine: the class in which the client holds vLLM. `engine_<environment>.py` runs it in this
-            environment, and the other module takes its answers instead of the server's.
-    """
-
-    asked: Sequence[str]
-    packages: tuple[str, ...]
+    asked: Sequence[str]  # the behaviours that the client has
+    packages: tuple[str, ...]  # in the table; the first names environment, lock and `with_<it>.py`
     engine: str = ""
-    part: str = ""
+    part: str = ""  # of the client, whose program is `with_<part>.py`
 
     @property
     def environment(self) -> Path:

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.real import PROJECTS, need_source, real_series
-from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series.apply import apply_series
 from tools.series.check import check_series
 from tools.series.export import export_series
 from tools.series.series import Series
 from tools.series.status import table
-from tools.series.tree import BASE_REF
 
 
 @pytest.fixture(scope="module", params=PROJECTS, ids=lambda project: project.line)
@@ -44,12 +42,3 @@ def test_the_table_of_patches_is_of_these_patches(project: Project, series: Seri
 
 def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:
     assert export_series(project.with_tree(tree), check=True) == {}
-
-
-def test_after_every_prefix_the_touched_python_files_compile(tree: Path) -> None:
-    git = Git(tree)
-    for commit in git.commits(f"{BASE_REF}..HEAD"):
-        touched = git.changed("--diff-filter=d", BASE_REF, commit, "--", "*.py")
-        files = git.contents(commit, *touched) if touched else {}
-        for path, data in files.items():
-            compile(data, f"{git.log(commit)}: {path}", "exec", dont_inherit=True)

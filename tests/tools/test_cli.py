@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point: its help, and how it shows errors."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -42,16 +41,6 @@ def test_the_root_is_the_repository_of_the_tools(empty: Toy) -> None:
     assert Project(root).pin_file.is_file()
     empty.pin_file.unlink()
     assert "the pin is missing" in empty.refuse("source", "fetch")
-
-
-def test_packages_import_only_packages_below_them() -> None:
-    below: set[str] = set()
-    for names in ({"common"}, {"source"}, {"locks", "series"}, {"wheel"}, {"upstream"}):
-        for name in names:
-            text = "".join(path.read_text() for path in (TOOLS / name).glob("*.py"))
-            imported = set(re.findall(r"^from tools\.(\w+)", text, re.MULTILINE))
-            assert imported <= below | {name}
-        below |= names
 
 
 def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -> None:

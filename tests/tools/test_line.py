@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -202,15 +201,3 @@ def test_a_line_that_cannot_begin_leaves_nothing(
     before = toy.everything()
     assert said in Toy(toy.root, line).refuse(*LINE)
     assert toy.everything() == before
-
-
-def test_an_interruption_before_the_rebase_leaves_nothing(toy: Toy, new: Toy, index: Index) -> None:
-    index.publish(NEXT, MOVED)
-    before = toy.everything()
-    for place in ("tree.commit_base", "line.try_all"):
-        with (
-            mock.patch(f"tools.series.{place}", side_effect=InterruptedError),
-            pytest.raises(InterruptedError),
-        ):
-            new.run(*LINE)
-        assert toy.everything() == before
