@@ -113,14 +113,12 @@ def serving(
     log: Path,
     args: Sequence[str],
     env: Mapping[str, str],
-    line: str | None = None,
 ) -> Iterator[Server]:
     """Start a `Server`, print how long it took, and stop it at the end."""
     with contextlib.ExitStack() as running:
         with Waiting(console, "starting vllm serve") as waiting:
-            server = running.enter_context(
-                Server(model, log, args, env, line=line, progress=waiting.progress)
-            )
+            made = Server(model, log, args, env, progress=waiting.progress)
+            server = running.enter_context(made)
         version = json.loads(server.get("/version"))["version"]
         console.print(
             f"[bold]server[/]      vLLM {escape(str(version))}, ready after {waiting.elapsed:.0f} s"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: serve a small MoE model, get the experts of every token over HTTP, and check them.
 
-    python -m demos.rows [--on LINE] [--out DIR] [--corrupt | --pristine]
+    python -m demos.rows [--out DIR] [--corrupt | --pristine]
 
 Exit status: 0 all rows agree; 1 failed, with the reason in one sentence; 2 wrong arguments; 130 or
 143 ended by Ctrl-C or SIGTERM. No process is left behind.
@@ -26,7 +26,6 @@ from demos.program import Failure
 from demos.rows import report
 from examples.client import Completion, Rows
 from harness import text
-from harness.lines import LINES, installed
 from harness.oracle import Comparison, Oracle, compare
 
 CHUNK = 64  # tokens per engine step: longer prompts are prefilled in pieces
@@ -115,7 +114,7 @@ def _ask(
     ]
     log = args.out / "server.log"
     answers: dict[str, Completion] = {}
-    with program.serving(console, checkpoint, log, arguments, env, args.on) as server:
+    with program.serving(console, checkpoint, log, arguments, env) as server:
         began = time.monotonic()
         with console.status("asking"), ThreadPoolExecutor(8) as senders:
             for wave in sorted({p.wave for p in prompts}):
@@ -201,9 +200,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "Serve a small random MoE model with the installed vLLM, get every "
         "token's experts over HTTP and compare them with Hugging Face transformers.",
         out="build/demo",
-    )
-    parser.add_argument(
-        "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(

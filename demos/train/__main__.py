@@ -2,7 +2,7 @@
 """Trains a small MoE model with TRL, without and with route replay, and compares each step.
 
     make client-venvs CLIENTS=trl
-    python -m demos.train [--out DIR] [--on LINE] [--steps N] [--tokens N]
+    python -m demos.train [--out DIR] [--steps N] [--tokens N]
         [--break WHAT]
 
 One server samples for both ways; each begins with the same weights and seeds. vLLM computes in
@@ -80,16 +80,10 @@ def _show(args: argparse.Namespace, console: Console) -> None:
             console.print(report.line(steps[-1]))
         return f"step {len(steps) % args.steps + 1} of {args.steps}"
 
-    interpreted = "TRITON_INTERPRET" in LINES[args.on].environment
-    serving = program.serving(
-        console,
-        out / "checkpoint",
-        out / "server.log",
-        SERVER,
-        {**env, "VLLM_SERVER_DEV_MODE": "1"},
-        args.on,
-    )
-    with serving as server:
+    interpreted = "TRITON_INTERPRET" in LINES[installed()].environment
+    env = {**env, "VLLM_SERVER_DEV_MODE": "1"}
+    log = out / "server.log"
+    with program.serving(console, out / "checkpoint", log, SERVER, env) as server:
         counts = (args.steps, args.tokens or TOKENS[interpreted])
         arguments = [str(out.resolve()), server.url, *map(str, counts), args.fault]
         run_trainer(out, "with_trl", arguments, console, "training", read_steps)
@@ -139,9 +133,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "Train a small random MoE model with TRL on rollouts of the installed vLLM, without and "
         "with route replay, and compare every step.",
         out="build/train",
-    )
-    parser.add_argument(
-        "--on", choices=LINES, default=installed(), help="line of the installed vLLM (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps (%(default)s)")
     parser.add_argument("--tokens", type=int, help="tokens of each sample (48; v0.33.0: 24)")

@@ -138,8 +138,9 @@ class Index:
         """The file's size and sha256, as the index states them."""
         digest = (file.link.hash_option or {}).get("sha256", [""])[0]
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            what, step = "the package index states no sha256 of a file", "name another index"
-            raise ToolError(what, file.link.filename, next_step=f"{step}: PIP_INDEX_URL=...")
+            what = "the package index states no sha256 of a file"
+            step = "name another index: PIP_INDEX_URL=..."
+            raise ToolError(what, file.link.filename, next_step=step)
         what = "the package index does not say how large a file is"
         with self.stream(file.link, what) as response:
             size = int(response.headers["content-length"])
