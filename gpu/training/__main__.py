@@ -175,7 +175,7 @@ def record(steps: Sequence[Step]) -> str:
     for arm, mine in found.items():
         if not mine:
             continue
-        same = mine[:both] if arm != "plain" else mine
+        same = mine[:both] if both and arm != "plain" else mine
         differs = f"{100 * statistics.mean(s.differs for s in same):.2f} %"
         mean = statistics.mean(s.mean for s in same)
         lines.append(
