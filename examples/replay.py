@@ -80,16 +80,9 @@ def replay(
 
 
 def pad_routes(completions: Sequence[Completion], length: int) -> torch.Tensor:
-    """Routes of a batch for `replay`. Tokens without a row are `OWN`: padding, the last token of
-    each completion, and tokens before its `start`.
-
-    Args:
-        completions: B completions, to be padded on the right.
-        length: T, tokens of each sequence with its padding.
-
-    Returns:
-        (B, T, L, K) int64.
-    """
+    """Routes of a batch for `replay`, (B, T, L, K) int64, for B completions that are padded on the
+    right to T tokens. Tokens without a row are `OWN`: padding, the last token of each completion,
+    and tokens before its `start`."""
     shape = (len(completions), length, *completions[0].rows.shape[1:])
     routes = torch.full(shape, OWN)
     for route, completion in zip(routes, completions, strict=True):

@@ -5,9 +5,6 @@
 
 vLLM samples in float32; a Hugging Face model computes the log-probs of the same tokens in bfloat16,
 once with experts of its own choice and once with the server's.
-
-Exit status: 0 replay is nearer; 1 failed, with the reason in one sentence; 2 wrong arguments; 130
-or 143 ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ One server samples for both ways; each begins with the same weights and seeds. v
 float32, the trainer in bfloat16. Before each rollout the server gets the trainer's weights, and all
 rows of the rollout must be those of Hugging Face `transformers` with these weights. The weights are
 random: the demo does not show that replay makes a model learn better.
-
-Exit status: 0 all rows are right and replay is nearer; 1 failed, with the reason in one sentence; 2
-wrong arguments; 130 or 143 ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

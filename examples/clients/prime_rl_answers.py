@@ -29,14 +29,8 @@ def install() -> None:
 
 
 def reencode(answer: dict[str, Any]) -> dict[str, Any]:
-    """Replace the `.npy` of each choice by the fields that verifiers reads.
-
-    Args:
-        answer: JSON of `/inference/v1/generate`; changed in place.
-
-    Raises:
-        RoutedExpertsError: rows that cannot be read.
-    """
+    """Replace the `.npy` of each choice of an answer, in place, by the fields that verifiers reads.
+    Raises RoutedExpertsError for rows that cannot be read."""
     for choice in answer["choices"]:
         if isinstance(choice.get("routed_experts"), str):
             rows = decode_rows(choice["routed_experts"])

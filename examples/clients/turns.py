@@ -25,19 +25,9 @@ from examples.client import Completion, RoutedExpertsError
 
 
 def join_turns(turns: Sequence[Completion]) -> Completion:
-    """Put the rows of several turns together.
-
-    Args:
-        turns: one completion each, in their order. The prompt of each continues prompt and tokens
-            of the one before.
-
-    Returns:
-        The last turn, with the rows of all turns. Where turns overlap, the earlier row stays.
-
-    Raises:
-        RoutedExpertsError: a turn that does not continue the one before, or rows between two turns
-            are missing.
-    """
+    """The last turn, with the rows of all turns. The prompt of each turn continues prompt and
+    tokens of the one before. Where turns overlap, the earlier row stays. Raises RoutedExpertsError
+    if a turn does not continue the one before, or if rows between two turns are missing."""
     whole = turns[0]
     for turn in turns[1:]:
         said = (*whole.prompt, *whole.token_ids)
