@@ -61,6 +61,7 @@ SERVER = [
     "--logprobs-mode=processed_logprobs",
 ]
 GPU_SERVER = [
+    "--enable-scale-out",
     "--max-model-len=1024",
     "--max-num-seqs=64",
     "--gpu-memory-utilization=0.3",
@@ -207,7 +208,6 @@ def record(steps: Sequence[Step]) -> str:
     return "\n".join(
         [
             table(head, lines),
-            "",
             "Seconds of a step, medians:",
             "",
             table(("Way", "Steps", "Send weights", "Sample", "Log-probs", "Train", "Step"), times),
