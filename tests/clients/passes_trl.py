@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainer on random routes, in its environment: `python passes_trl.py CHECKPOINT OUT`.
+"""TRL's trainer on random routes, in its environment: `passes_trl.py CHECKPOINT OUT [CASE...]`.
 
 Instead of a server, the model itself gives the log-probs of random tokens on random routes, each
 sequence alone and without padding. OUT gets JSON: by case, what the trainer found.
@@ -8,6 +8,7 @@ sequence alone and without padding. OUT gets JSON: by case, what the trainer fou
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def run(checkpoint: Path, replays: bool = True, missing: int = 0, **settings: An
     config = GRPOConfig(
         output_dir=str(checkpoint.parent / "trainer"),
         use_cpu=True,
+        ddp_backend="gloo" if "RANK" in os.environ else None,
         bf16=False,
         per_device_train_batch_size=6,
         gradient_accumulation_steps=2,
@@ -144,5 +146,7 @@ def run(checkpoint: Path, replays: bool = True, missing: int = 0, **settings: An
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    found = {name: run(Path(sys.argv[1]), **case) for name, case in CASES.items()}
-    Path(sys.argv[2]).write_text(json.dumps(found, indent=1))
+    names = sys.argv[3:] or [*CASES]
+    found = {name: run(Path(sys.argv[1]), **CASES[name]) for name in names}
+    if os.environ.get("RANK", "0") == "0":
+        Path(sys.argv[2]).write_text(json.dumps(found, indent=1))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from demos.train import FAULTS
+from harness.process import free_port
 from tests.clients.conftest import CLIENTS, HERE, ROOT
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
@@ -31,18 +32,26 @@ def passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     env = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     make = "from harness.checkpoint import make_checkpoint as m; "
     make += "m('checkpoint', num_hidden_layers=2, moe_intermediate_size=32, router_std=0.125)"
-    for command in (
-        ["-c", make],
-        [str(HERE / "passes_trl.py"), str(folder / "checkpoint"), str(folder / "found.json")],
-    ):
+    program = [str(HERE / "passes_trl.py"), str(folder / "checkpoint")]
+    processes = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1"]
+    processes += [f"--master_port={free_port()}", *program, str(folder / "two.json"), "replay"]
+    for command in (["-c", make], [*program, str(folder / "found.json")], processes):
         done = subprocess.run(
             [python, *command], cwd=folder, env=env, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr[-10_000:]
-    return json.loads((folder / "found.json").read_text())
+    found = json.loads((folder / "found.json").read_text())
+    return {**found, "two processes": json.loads((folder / "two.json").read_text())["replay"]}
 
 
-REPLAYED = ["replay", "checkpointed", "cut off", "padded to multiples", "two iterations"]
+REPLAYED = [
+    "replay",
+    "checkpointed",
+    "cut off",
+    "padded to multiples",
+    "two iterations",
+    "two processes",
+]
 
 
 @pytest.mark.parametrize("case", REPLAYED)
