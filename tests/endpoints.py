@@ -15,6 +15,8 @@ from harness.lines import LINES
 ASK = "return_routed_experts"
 START = "routed_experts_prompt_start"
 LAST = "routed_experts_in_last_chunk"
+# Of lines whose `upstream.toml` says so.
+WEIGHTS = "return_routed_experts_weights"
 
 # Variables of servers that have all of these endpoints. Cohere's types are a stand-in
 # (`harness/stand_ins`).

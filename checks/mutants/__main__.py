@@ -34,7 +34,11 @@ LINES = {
     "v0.20.2": (v0_20_2.MUTANTS, ["tests/v0_20_2"]),
     "v0.33.0": (
         v0_33_0.MUTANTS,
-        ["tests/v0_33_0/test_connector.py", "tests/v0_33_0/test_forced_scheduling.py"],
+        [
+            "tests/v0_33_0/test_connector.py",
+            "tests/v0_33_0/test_forced_scheduling.py",
+            "tests/v0_33_0/test_expert_weights.py",
+        ],
     ),
 }
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutants of the line v0.33.0, whose property tests are `tests/v0_33_0/test_connector.py` and
-`tests/v0_33_0/test_forced_scheduling.py`."""
+`tests/v0_33_0/test_forced_scheduling.py`. `tests/v0_33_0/test_expert_weights.py` has tests of
+experts' weights that need no engine."""
 
 from __future__ import annotations
 
@@ -12,6 +13,10 @@ WORKER = "distributed/aux_output_connector/worker.py"
 FORCED = "v1/forced_routed_experts.py"
 FORCED_WORKER = "v1/worker/gpu/forced_routed_experts.py"
 WEIGHTS = "model_executor/layers/fused_moe/router/forced_experts.py"
+RECORD = "v1/routed_experts_record.py"
+BASE_ROUTER = "model_executor/layers/fused_moe/router/base_router.py"
+CPU_ROUTER = "model_executor/layers/fused_moe/router/cpu_router.py"
+OUTPUT_PROCESSOR = "v1/engine/output_processor.py"
 BLOCK_POOL = "v1/core/block_pool.py"
 BLOCKS = "v1/core/kv_cache_utils.py"
 KV_CACHE = "v1/core/kv_cache_manager.py"
@@ -363,5 +368,65 @@ MUTANTS = [
         "    return weights * routed_scaling_factor\n",
         "    return weights\n",
         setups="forced",
+    ),
+    # Weights of the experts.
+    Mutant(
+        "weights before normalisation",
+        CPU_ROUTER,
+        "return _softmax_topk(router_logits, self.top_k, self.renormalize)",
+        "return _softmax_topk(router_logits, self.top_k, False)",
+        setups="expert_weights",
+    ),
+    Mutant(
+        "weights of the experts that were replaced by forced ones",
+        BASE_ROUTER,
+        "        if self.force_fn is not None:\n"
+        "            topk_weights, topk_ids = self.force_fn(\n"
+        "                router_logits, topk_weights, topk_ids\n"
+        "            )\n\n"
+        "        if self.capture_weights_fn is not None:\n"
+        "            self.capture_weights_fn(topk_weights)\n",
+        "        if self.capture_weights_fn is not None:\n"
+        "            self.capture_weights_fn(topk_weights)\n"
+        "        if self.force_fn is not None:\n"
+        "            topk_weights, topk_ids = self.force_fn(\n"
+        "                router_logits, topk_weights, topk_ids\n"
+        "            )\n\n",
+        setups="expert_weights",
+    ),
+    Mutant(
+        "weights split off by one",
+        RECORD,
+        'return rows.view(record)[..., 0]["weights"]',
+        'return np.roll(rows.view(record)[..., 0]["weights"], 1, -1)',
+        setups="wide or expert_weights",
+    ),
+    Mutant(
+        "weights sent to a request that asked for ids only",
+        OUTPUT_PROCESSOR,
+        "if record is not None and not self.returns_routed_experts_weights:",
+        "if record is not None and self.returns_routed_experts_weights is None:",
+        setups="expert_weights",
+    ),
+    Mutant(
+        "weights sent in a message without a request that asked",
+        CONNECTOR,
+        "if self.record is not None and not any(",
+        "if self.record is None and not any(",
+        setups="wide",
+    ),
+    Mutant(
+        "weights not sent to a request that asked",
+        CONNECTOR,
+        "message.outputs[i].request_id in weighing",
+        "message.outputs[i].request_id in ()",
+        setups="wide",
+    ),
+    Mutant(
+        "later part of a session does not ask for weights",
+        SCHEDULER,
+        "session.sampling_params.return_routed_experts_weights",
+        "None",
+        setups="wide",
     ),
 ]

@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 
 from harness import oracle
+from harness.lines import LINES
 from harness.server import Server
 from tests import endpoints
 from tests.behaviour.conftest import CHUNK, random_prompt
+
+
+def weights_flag(line: str) -> list[str]:
+    return ["--routed-experts-weights=float16"] * LINES[line].tests["returns_weights"]
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, line: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}"]
     # Long answers and many choices would only take time, as compiling would.
-    arguments += ["--max-model-len=64", "--enforce-eager"]
+    arguments += ["--max-model-len=64", "--enforce-eager", *weights_flag(line)]
     log = tmp_path_factory.mktemp("server") / "server.log"
     env = {**endpoints.ENVIRONMENT, "VLLM_MAX_N_SEQUENCES": "4"}
     with Server(model, log=log, args=arguments, env=env, line=line) as server:

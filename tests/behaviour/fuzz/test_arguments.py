@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from harness.lines import LINES
 from harness.server import Server
 from tests import endpoints
+from tests.behaviour.fuzz.conftest import weights_flag
 from tests.behaviour.fuzz.requests import BODIES, FUZZ, JSON, PROMPT, SEED, post, streamed_error
 from tests.behaviour.test_endpoints import find_errors
 
@@ -36,8 +37,10 @@ WAYS = {path: endpoints.find(path).ways for path in BODIES}
 ASK = endpoints.ASK
 START = endpoints.START
 LAST = endpoints.LAST
+WEIGHTS = endpoints.WEIGHTS
 # Rows are text.
 HAS_ROWS = re.compile(r'"routed_experts": ?"')
+HAS_WEIGHTS = re.compile(r'"routed_experts_weights": ?"')
 
 
 # Fields that are not sent, because the pinned release answers some of their values with status 500.
@@ -62,6 +65,7 @@ ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={
         LAST: st.sampled_from([True, 0, "true", "yes", 2, None]),
+        WEIGHTS: st.sampled_from([True, False, 1, "true", "yes", 2, None]),
         ASK: st.one_of(st.sampled_from([True, False, 0, 1, "true", None]), st.integers()),
         START: st.one_of(
             st.integers(-1, len(PROMPT) + 1),
@@ -126,10 +130,17 @@ def test_requests_from_the_schema_do_no_harm(
 ANYTHING = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
-        {}, optional={ASK: st.sampled_from([True, 1, "true", False, None]), START: st.just(0)}
+        {},
+        optional={
+            ASK: st.sampled_from([True, 1, "true", False, None]),
+            WEIGHTS: st.sampled_from([True, 0, None]),
+            START: st.just(0),
+        },
     ),
     st.dictionaries(
-        st.sampled_from([ASK, START, LAST]), JSON | st.sampled_from([True, 1, 0, 2]), max_size=3
+        st.sampled_from([ASK, START, LAST, WEIGHTS]),
+        JSON | st.sampled_from([True, 1, 0, 2]),
+        max_size=3,
     ),
 )
 
@@ -143,25 +154,32 @@ def any_server(
         yield request.getfixturevalue("server")
         return
     arguments = ["--enable-return-routed-experts", "--routed-experts-opt-in"]
-    arguments += ["--max-model-len=128", "--enforce-eager"]
+    arguments += ["--max-model-len=128", "--enforce-eager", *weights_flag(line)]
     log = tmp_path_factory.mktemp("opt-in") / "server.log"
     with Server(model, log=log, args=arguments, env=endpoints.ENVIRONMENT, line=line) as server:
         yield server
 
 
+def is_true(value: Any) -> bool:
+    # 1.0 equals True.
+    return bool(value == 1 or value == "true")
+
+
 def assert_rows_only_if_asked(
     opted_in: bool, body: Any, ways: Sequence[tuple[str, ...]], text: str
 ) -> None:
-    """No answer has rows if a way of its request declines or, with opt-in, none asks."""
-    values = []
+    """No answer has rows if a way of its request declines or, with opt-in, none asks. None has
+    weights if no way asks for them."""
+    values, asks_weights = [], False
     for way in ways:
         place = body
         for name in way:
             place = place.get(name) if isinstance(place, dict) else None
         if isinstance(place, dict) and place.get(ASK) is not None:
             values.append(place[ASK])
-    # 1.0 equals True.
-    asks = any(value == 1 or value == "true" for value in values)
+        asks_weights |= isinstance(place, dict) and is_true(place.get(WEIGHTS))
+    assert asks_weights or not HAS_WEIGHTS.search(text), text[:500]
+    asks = asks_weights or any(map(is_true, values))
     if not asks and (values or opted_in):
         assert not HAS_ROWS.search(text), (values, text[:500])
 

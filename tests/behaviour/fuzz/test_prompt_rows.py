@@ -79,14 +79,22 @@ def test_prompt_rows_of_any_value_do_no_harm_on_any_endpoint(
         st.none() | st.integers(0, len(file)),
     )
     fields = {"routed_experts": changed | JSON, "routed_experts_start": st.integers(-2, 9) | JSON}
+    fields["routed_experts_weights"] = changed | JSON
+    asks_weights = endpoint.what == endpoints.ROWS and LINES[line].tests["returns_weights"]
     carriers = JSON | st.fixed_dictionaries({}, optional=fields)
     params = JSON | st.fixed_dictionaries({KEY: carriers}, optional={"do_remote_decode": JSON})
 
     @seed(SEED)
     @FUZZ
-    @given(params=params, stream=st.booleans() if endpoint.stream else st.just(False))
-    def check(params: Any, stream: bool) -> None:
+    @given(
+        params=params,
+        stream=st.booleans() if endpoint.stream else st.just(False),
+        weights=st.booleans() if asks_weights else st.just(False),
+    )
+    def check(params: Any, stream: bool, weights: bool) -> None:
         body = {"model": server.checkpoint, **endpoint.body, "kv_transfer_params": params}
+        if weights:
+            body[endpoints.WEIGHTS] = True
         if stream:
             body["stream"] = True
         status, text = post(server, endpoint.path, json.dumps(body))

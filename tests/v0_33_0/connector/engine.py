@@ -25,13 +25,22 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.routed_experts_record import take_ids, take_weights
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from harness import scheduling
 from tests.sequence import VOCABULARY, propose
 from tests.v0_33_0.connector.faults import Faults, recover
 from tests.v0_33_0.connector.loads import Connector, Load
-from tests.v0_33_0.connector.runner import GARBAGE, BlockIds, Runner, Step
+from tests.v0_33_0.connector.runner import (
+    GARBAGE,
+    RECORD,
+    BlockIds,
+    Runner,
+    Step,
+    weigh,
+    widen,
+)
 from tests.v0_33_0.connector.setups import BLOCK, MAX_LEN, Setup, left_out, make_config
 
 # Tokens that end a session's part.
@@ -52,6 +61,8 @@ def make_scheduler(setup: Setup, config: VllmConfig, kv_cache: KVCacheConfig) ->
         scheduler.aux_output_connector = connector_side.AuxOutputSchedulerConnector(
             scheduler.kv_cache_manager, scheduler.connector
         )
+    if setup.wide:
+        scheduler.aux_output_connector.record = RECORD
     return scheduler
 
 
@@ -119,6 +130,8 @@ class Engine:
             more["return_routed_experts"] = True if asks else None
         req_id = str(len(self.requests))
         start = min(start, len(prompt))
+        if asks and self.gets_weights(req_id):
+            more["return_routed_experts_weights"] = True
         request = self.make_request(
             req_id, prompt, max_tokens, routed_experts_prompt_start=start, **more
         )
@@ -128,6 +141,9 @@ class Engine:
         self.starts[req_id] = self.ends[req_id] = start
         self.scheduler.add_request(request)
         self.note_failing()
+
+    def gets_weights(self, req_id: str) -> bool:
+        return self.setup.wide and int(req_id) % 3 == 0
 
     def add_group(self, prompt: list[int], max_tokens: int, size: int) -> None:
         """Ask several times for the same prompt."""
@@ -358,11 +374,26 @@ class Engine:
         for client in clients:
             # In the release they come with each output.
             getattr(client, "distribute_routed_experts", lambda: None)()
+        for client in clients:
+            self.split_rows(client.outputs)
         for output in (output for client in clients for output in client.outputs):
             if output.finish_reason == FinishReason.ERROR:
                 self.failed.add(output.request_id)
             elif output.routed_experts is not None:
                 self.check_rows(step, output)
+
+    def split_rows(self, outputs: list[Any]) -> None:
+        """Check that a message has weights only if one of its requests gets them, and that the
+        front end splits these rows into ids and the weights that belong to them. Leave the ids."""
+        with_rows = [o for o in outputs if getattr(o.routed_experts, "pieces", None)]
+        wide = any(self.gets_weights(output.request_id) for output in with_rows)
+        for output in with_rows if self.setup.wide else ():
+            for index, rows in enumerate(output.routed_experts.pieces):
+                assert rows.dtype == (np.uint8 if wide else np.uint16)
+                if wide:
+                    ids, weights = take_ids(rows, RECORD), take_weights(rows, RECORD)
+                    np.testing.assert_array_equal(weights, weigh(ids))
+                    output.routed_experts.pieces[index] = ids
 
     def drain(self) -> None:
         for request in self.open_sessions():
@@ -583,6 +614,8 @@ class Engine:
             if cached is None or not getattr(cached[0], "has_aux_output", True):
                 continue
             data = store.get_concatenated(worker_side.routed_experts_keys([block_hash], generation))
-            rows = np.frombuffer(data, np.uint16).reshape(-1, 2, 2)
             truth = self.runner.kv.rows[cached[0].block_id, : self.setup.row_block]
+            if self.setup.wide:
+                truth = widen(truth)
+            rows = np.frombuffer(data, truth.dtype).reshape(-1, *truth.shape[1:])
             np.testing.assert_array_equal(rows, truth)

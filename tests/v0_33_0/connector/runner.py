@@ -27,6 +27,21 @@ BlockIds = dict[str, Sequence[list[int]]]
 GARBAGE = np.full((2, 2), 0xFFFF, dtype=np.uint16)
 
 
+# What rows with weights are: of each layer two ids, and then two weights.
+RECORD = np.dtype([("ids", "uint16", (2,)), ("weights", "float32", (2,))])
+
+
+def weigh(rows: np.ndarray) -> np.ndarray:
+    """Weights that belong to the ids of rows and to nothing else."""
+    names = [zlib.crc32(row.tobytes()) for row in rows]
+    return np.array(names, np.float32).reshape(-1, 1, 1) * np.float32([[1, 2], [3, 4]])
+
+
+def widen(rows: np.ndarray) -> np.ndarray:
+    """Rows with their weights, as bytes."""
+    return np.concatenate((rows.view(np.uint8), weigh(rows).view(np.uint8)), axis=-1)
+
+
 def names(tokens: Sequence[int]) -> np.ndarray:
     """A number for each token that names it and all tokens before it, never 0."""
     name, result = 0, []
@@ -151,12 +166,14 @@ class Runner:
         # Steps with loads that lost what this step reads.
         self.reads_lost: set[int] = set()
         self.rows = np.empty((0, 2, 2), np.uint16)
+        form = ((2, RECORD.itemsize), "uint8") if setup.wide else ((2, 2), "uint16")
         self.connector = scheduling.make_worker_connector(
-            config, kv_cache, (2, 2), "uint16", self.snapshot, setup.depth
+            config, kv_cache, *form, self.snapshot, setup.depth
         )
 
     def snapshot(self, count: int, rows: np.ndarray | None = None) -> torch.Tensor:
-        return torch.from_numpy(self.rows[:count] if rows is None else self.rows[rows])
+        chosen = self.rows[:count] if rows is None else self.rows[rows]
+        return torch.from_numpy(widen(chosen) if self.setup.wide else chosen)
 
     def execute(self, scheduled: SchedulerOutput, ids: BlockIds) -> Step:
         """Process the scheduled tokens; sample where the last known one is among them.

@@ -67,6 +67,8 @@ class Setup:
     opt_in: bool = False
     # Tokens of a block hash, where it is not the greatest that fits all groups.
     match_unit: int | None = None
+    # Rows have weights too, and every third request gets them.
+    wide: bool = False
     # Operations beside requests, steps and aborts.
     also: tuple[str, ...] = ()
 
@@ -259,7 +261,21 @@ HYBRID = {
         caching=False, groups=(WINDOW, FULL), num_blocks=28, also=("silent",)
     ),
 }
-SETUPS = PLAIN | MENDED | LOADS | WEIGHTS | FAULTS | HYBRID
+# Rows with weights are longer, and messages may be without them.
+WIDE = {
+    "wide rows": Setup(wide=True, also=("preempt", "update", "silent")),
+    "asynchronous wide rows": Setup(
+        asynchronous=True,
+        depth=2,
+        drafts=2,
+        wide=True,
+        also=("preempt", "reset", "session", "silent", "fault"),
+    ),
+    "wide rows beside loads": Setup(
+        connector=True, wide=True, also=("receive", "reload", "silent", "fail")
+    ),
+}
+SETUPS = PLAIN | MENDED | LOADS | WEIGHTS | FAULTS | HYBRID | WIDE
 
 
 @cache
