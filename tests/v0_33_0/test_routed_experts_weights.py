@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ import pybase64
 import pytest
 
 from examples.client import decode_rows
-from harness import oracle
+from harness import disaggregated, oracle
+from harness.disaggregated import Pair
 from harness.server import Server
 from harness.weights import CLOSE, spread, weigh
 from tests.behaviour.conftest import (
@@ -273,9 +274,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def send(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def send(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The answer, or the chunks of a stream."""
-    reply = httpx.post(server.url + path, json=body, timeout=120, trust_env=False)
+    reply = httpx.post(url + path, json=body, timeout=120, trust_env=False)
     reply.raise_for_status()
     if not body.get("stream"):
         return [reply.json()]
@@ -291,7 +292,7 @@ def decode_weights(choice: dict[str, Any]) -> Array:
 @pytest.mark.parametrize("path", BODIES)
 def test_weights_over_http_are_true(server: Server, model: Path, path: str, stream: bool) -> None:
     body = {"model": server.checkpoint, "return_token_ids": True, **BODIES[path]}
-    parts = send(server, path, {**body, ASK: True, "stream": stream})
+    parts = send(server.url, path, {**body, ASK: True, "stream": stream})
     choices = [choice for part in parts for choice in part["choices"]]
     with_rows = [choice for choice in choices if choice.get("routed_experts")]
     assert len(with_rows) > 1 or not stream
@@ -303,7 +304,7 @@ def test_weights_over_http_are_true(server: Server, model: Path, path: str, stre
     assert_weights(model, [*prompt, *tokens], rows, weights)
     # Nobody else gets them.
     for more in ({}, {"return_routed_experts": True}):
-        parts = send(server, path, {**body, **more, "stream": stream})
+        parts = send(server.url, path, {**body, **more, "stream": stream})
         assert "routed_experts_weights" not in json.dumps(parts)
 
 
@@ -316,7 +317,7 @@ def test_weights_of_two_workers_are_true(model: Path, tmp_path: Path, layout: st
         # The second time from the prefix cache.
         prompts = [random_prompt(70 + i, n) for i, n in enumerate((3 * CHUNK + 5, 7))] * 2
         answers = [
-            send(server, "/inference/v1/generate", {**body, "token_ids": prompt, ASK: True})[0]
+            send(server.url, "/inference/v1/generate", {**body, "token_ids": prompt, ASK: True})[0]
             for prompt in prompts
         ]
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -324,3 +325,34 @@ def test_weights_of_two_workers_are_true(model: Path, tmp_path: Path, layout: st
         rows = decode_rows(choice["routed_experts"])
         weights = decode_weights(choice)
         assert_weights(model, [*prompt, *choice["token_ids"]], rows, weights)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_weights_of_the_prompt_come_from_the_prefill_engine(
+    pair: Pair, model: Path, stream: bool
+) -> None:
+    path, prompt = "/inference/v1/generate", random_prompt(80 + stream, 3 * BLOCK + 7)
+    body = {**BODIES[path], "token_ids": prompt, ASK: True, "stream": stream}
+    parts = send(pair.url, path, body)
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert choices[0]["routed_experts_start"] == 0
+    with_rows = [choice for choice in choices if choice.get("routed_experts")]
+    rows = np.concatenate([decode_rows(choice["routed_experts"]) for choice in with_rows])
+    weights = np.concatenate([decode_weights(choice) for choice in with_rows])
+    tokens = [*prompt, *(token for choice in choices for token in choice["token_ids"])]
+    assert_weights(model, tokens, rows, weights)
+    assert pair.decode.metric(disaggregated.RECEIVED)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A prefill and a decode engine that share KV through files."""
+    folder = tmp_path_factory.mktemp("disaggregated")
+    files = disaggregated.files(folder / "kv")
+
+    def way(role: str) -> tuple[Sequence[str], Mapping[str, str]]:
+        arguments, variables = files(role)
+        return [*arguments, "--routed-experts-weights=float32"], variables
+
+    with disaggregated.running(model, folder, way) as pair:
+        yield pair
