@@ -160,6 +160,21 @@ def test_prefix_of_the_old_weights_has_their_rows(llm: LLM, model: Path, other: 
     assert_in_turns(again, model, again.num_cached_tokens, other)
 
 
+def test_prefix_of_the_old_weights_is_not_hit_with_the_salt_of_the_new_ones(
+    llm: LLM, model: Path, other: Path
+) -> None:
+    """SkyRL gives each version of the weights a `cache_salt`, and keeps the cache."""
+    old, new = ({"prompt_token_ids": PROMPTS[1], "cache_salt": salt} for salt in "01")
+    assert_all_true(model, ask(llm, old))
+    with paused(llm, clear_cache=False):
+        load(llm, other)
+    first, again = (ask(llm, new)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert again.num_cached_tokens == len(PROMPTS[1]) // BLOCK * BLOCK
+    assert_all_true(other, [first, again])
+    assert_in_turns(ask(llm, old)[0], model, again.num_cached_tokens, other)
+
+
 def test_prefix_may_have_rows_of_both_weights(llm: LLM, model: Path, other: Path) -> None:
     """The request that computed it ran while the weights changed."""
     computed = begin(llm)

@@ -29,7 +29,14 @@ from tools.common.pin import Project
 from tools.series.series import fingerprint, read_series
 
 # Programs of other environments: this one cannot import them to look for tests.
-collect_ignore_glob = ["run.py", "with_*.py", "engine_*.py", "passes_*.py"]
+collect_ignore_glob = [
+    "run.py",
+    "with_*.py",
+    "engine_*.py",
+    "passes_*.py",
+    "pauses_*.py",
+    "worker_*.py",
+]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -100,10 +107,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 @pytest.fixture(scope="session")
-def replayed(
-    answers: Answers, verl: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    """Runs a client's program, once; the folder with its results."""
+def run_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """Runs `run.py`, without a GPU."""
     # Not the whole repository: clients would take its vllm/ for the package.
     site = tmp_path_factory.mktemp("site")
     (site / "examples").symlink_to(ROOT / "examples")
@@ -111,7 +116,6 @@ def replayed(
     def run(
         python: Path | str, *arguments: Path | str, paths: Sequence[Path] = (), **env: str
     ) -> None:
-        """`run.py`, without a GPU."""
         env["PYTHONPATH"] = os.pathsep.join(map(str, [site, *paths]))
         done = subprocess.run(
             [python, HERE / "run.py", *arguments],
@@ -123,31 +127,57 @@ def replayed(
         )
         assert done.returncode == 0, done.stderr[-10_000:]
 
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_engine(
+    run_program: Callable[..., None], verl: Callable[[], Path]
+) -> Callable[[str, str, Path, Path], Path]:
+    """Runs a client's own engine around the vLLM of this environment; the folder of its records."""
+
+    def run(name: str, module: str, checkpoint: Path, folder: Path, **env: str) -> Path:
+        client, line = CLIENTS[name], LINES[LINE]
+        is_verl = client.packages is VERL
+        run_program(
+            sys.executable,
+            module,
+            checkpoint,
+            folder / "records",
+            client.site,
+            paths=[*([verl()] if is_verl else []), *line.packages],
+            **{**ENVIRONMENT, **line.environment, "TORCH_COMPILE_DISABLE": "1"},
+            VLLM_CACHE_ROOT=str(folder / "cache"),
+            RECIPE={"verl": commands("verl")[1], "skyrl": commands("SkyRL", "python")[0]}.get(
+                client.packages[0], ""
+            ),
+            **env,
+        )
+        return folder / "records"
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def replayed(
+    answers: Answers,
+    run_program: Callable[..., None],
+    run_engine: Callable[[str, str, Path, Path], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Path]:
+    """Runs a client's program, once; the folder with its results."""
+
     @functools.cache
     def replay(name: str) -> Path:
         client = CLIENTS[name]
-        packages = client.site
         module = client.packages[0].replace("-", "_")
         folder = tmp_path_factory.mktemp(module)
         records = answers.records
         if client.engine:
-            records = folder / "records"
-            line = LINES[LINE]
-            run(
-                sys.executable,
-                f"engine_{module}",
-                answers.checkpoints["dense-first"],
-                records,
-                packages,
-                paths=[*([verl()] if module == "verl" else []), *line.packages],
-                **{**ENVIRONMENT, **line.environment, "TORCH_COMPILE_DISABLE": "1"},
-                VLLM_CACHE_ROOT=str(folder / "cache"),
-                RECIPE={"verl": commands("verl")[1], "skyrl": commands("SkyRL", "python")[0]}.get(
-                    module, ""
-                ),
-            )
+            checkpoint = answers.checkpoints["dense-first"]
+            records = run_engine(name, f"engine_{module}", checkpoint, folder)
         program = f"with_{(client.part or module).lower()}"
-        run(client.environment / "bin/python", program, records, folder / "out")
+        run_program(client.environment / "bin/python", program, records, folder / "out")
         return folder / "out"
 
     return replay
