@@ -10,6 +10,9 @@ from checks.mutants import Mutant
 CONFIG = "config/aux_output.py"
 CONNECTOR = "distributed/aux_output_connector/connector.py"
 WORKER = "distributed/aux_output_connector/worker.py"
+KNOWN = "distributed/aux_output_connector/known_blocks.py"
+OUTPUTS = "distributed/aux_output_connector/outputs.py"
+ROWS = "distributed/aux_output_connector/request_rows.py"
 FORCED = "v1/forced_routed_experts.py"
 FORCED_WORKER = "v1/worker/gpu/forced_routed_experts.py"
 WEIGHTS = "model_executor/layers/fused_moe/router/forced_experts.py"
@@ -41,7 +44,7 @@ MUTANTS = [
     ),
     Mutant(
         "outputs known by another group than full attention",
-        CONNECTOR,
+        KNOWN,
         "            return group_id\n",
         "            return 0\n",
         setups="window or state",
@@ -63,14 +66,14 @@ MUTANTS = [
     ),
     Mutant(
         "cap removed",
-        CONNECTOR,
+        KNOWN,
         "                return (first + sum(1 for _ in known)) * self._block_size\n",
         "                return None\n",
         setups="silent or window or state",
     ),
     Mutant(
         "block in which the wanted rows begin not checked",
-        CONNECTOR,
+        KNOWN,
         "        first = start // self._block_size\n",
         "        first = -(-start // self._block_size)\n",
         setups="silent or window or state",
@@ -92,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept rows never released",
-        CONNECTOR,
+        KNOWN,
         "[block_hash]\n            self._released_hashes.append(block_hash)\n",
         "[block_hash]\n",
         setups="window or state or silent or weights",
@@ -180,23 +183,16 @@ MUTANTS = [
         "        return lost - self._taken.keys()\n",
         setups="fault or recovery",
     ),
-    Mutant(
-        "hashes that were not sent forgotten",
-        CONNECTOR,
-        "        self._is_lost = True\n",
-        "",
-        setups="fault",
-    ),
     # Rows of earlier steps.
     Mutant(
         "rows of earlier steps of another request",
-        CONNECTOR,
+        OUTPUTS,
         "                earlier_ranges[len(indices)] = self.earlier_ranges[place]\n",
         "                earlier_ranges[index] = self.earlier_ranges[place]\n",
     ),
     Mutant(
         "earlier rows begin at their block",
-        WORKER,
+        ROWS,
         "            offset = position % block_size\n",
         "            offset = 0\n",
         setups="session or drafts",
@@ -204,21 +200,21 @@ MUTANTS = [
     # Loads, faults and remote prefills.
     Mutant(
         "external KV taken without its rows",
-        CONNECTOR,
+        KNOWN,
         "            and all(map(self._has_rows, self._block_hashes(request)[first:end]))\n",
         "",
         setups="loads",
     ),
     Mutant(
         "cached blocks of a remote prefill count as captured",
-        CONNECTOR,
+        KNOWN,
         "        if is_remote_prefill:\n            first = 0\n",
         "",
         setups="remote",
     ),
     Mutant(
         "rows of received tokens expected",
-        CONNECTOR,
+        KNOWN,
         "            request.aux_output_start = num_hit\n",
         "",
         setups="remote",
@@ -253,14 +249,14 @@ MUTANTS = [
     ),
     Mutant(
         "rows released while their KV is loaded",
-        CONNECTOR,
+        KNOWN,
         "                and block_hash not in loading\n            ):\n",
         "            ):\n",
         setups="loads",
     ),
     Mutant(
         "block on the GPU counts as captured though its rows were released",
-        CONNECTOR,
+        KNOWN,
         "        if block := self._gpu_cached(block_hash):\n"
         "            block.has_aux_output = False\n"
         "        if block_hash",

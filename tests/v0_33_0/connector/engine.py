@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import reject
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector import connector as connector_side
-from vllm.distributed.aux_output_connector import worker as worker_side
+from vllm.distributed.aux_output_connector.routed_experts import routed_experts_keys
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
@@ -598,7 +598,7 @@ class Engine:
             for block_hash, keys in scheduler_side._kv_cached.items()
             for key in keys or [block_hash]  # the release has several
         ]
-        keys = worker_side.routed_experts_keys(kept, str(scheduler_side._generation))
+        keys = routed_experts_keys(kept, str(scheduler_side._generation))
         assert store._references == dict.fromkeys(keys, 1)
         # The release keeps others too.
         assert getattr(store, "_objects", {}).keys() <= store._references.keys()
@@ -613,7 +613,7 @@ class Engine:
             cached = pool.get_cached_block(block_hash, [group])
             if cached is None or not getattr(cached[0], "has_aux_output", True):
                 continue
-            data = store.get_concatenated(worker_side.routed_experts_keys([block_hash], generation))
+            data = store.get_concatenated(routed_experts_keys([block_hash], generation))
             truth = self.runner.kv.rows[cached[0].block_id, : self.setup.row_block]
             if self.setup.wide:
                 truth = widen(truth)
