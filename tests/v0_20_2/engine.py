@@ -244,6 +244,14 @@ class Engine:
         self._note_that_all_may_fail()
         return break_scheduler(self.scheduler, fault)
 
+    def break_failed_load(self, prompt: list[int], index: int, aborts: bool) -> None:
+        """A load fails, and a request leaves before this is known. Then the scheduler breaks."""
+        self.lose(0)
+        self.add([*prompt, *range(BLOCK)], 4, remote=True)
+        self.break_step("discard_steps_in_flight", 0)
+        self.schedule([True] * self.setup.drafts)
+        (self.abort if aborts else self.preempt)(index)
+
     # Steps
 
     def schedule(self, draft_is_right: Sequence[bool]) -> None:
@@ -311,8 +319,14 @@ class Engine:
 
     def _update(self, step: Step) -> dict[int, EngineCoreOutputs]:
         """Let the scheduler process the step, which breaks as was asked for."""
-        elsewhere = self.fault is not None and self.fault[0] in (*IN_SCHEDULE, *LEAVING)
-        if self.fault is None or step.output.routed_experts is None or elsewhere:
+        name = None if self.fault is None else self.fault[0]
+        loaded = step.output.kv_connector_output
+        if name == "discard_steps_in_flight":
+            breaks = loaded is not None and bool(loaded.invalid_block_ids)
+        else:
+            elsewhere = name is None or name in (*IN_SCHEDULE, *LEAVING)
+            breaks = not elsewhere and step.output.routed_experts is not None
+        if self.fault is None or not breaks:
             return self._update_unbroken(step)
         fault, self.fault = self.fault, None
         self._note_that_all_may_fail()

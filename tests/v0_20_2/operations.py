@@ -52,6 +52,7 @@ def operations(setup: Setup) -> st.SearchStrategy[list[Any]]:
     ]
     if setup.connector:
         kinds += [operation("lose", st.integers(0, 5))] * 2
+        kinds.append(operation("break_failed_load", PROMPTS, st.integers(0, 5), st.booleans()))
     if setup.sessions:
         kinds += [
             operation("add_session", PROMPTS, st.integers(1, 6)),
