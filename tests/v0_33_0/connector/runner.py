@@ -34,7 +34,7 @@ RECORD = np.dtype([("ids", "uint16", (2,)), ("weights", "float32", (2,))])
 def weigh(rows: np.ndarray) -> np.ndarray:
     """Weights that belong to the ids of rows and to nothing else."""
     names = [zlib.crc32(row.tobytes()) for row in rows]
-    return np.array(names, np.float32).reshape(-1, 1, 1) * np.float32([[1, 2], [3, 4]])
+    return np.array(names, np.float32).reshape(-1, 1, 1) * np.array([[1, 2], [3, 4]], np.float32)
 
 
 def widen(rows: np.ndarray) -> np.ndarray:
