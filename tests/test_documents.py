@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from harness.checkpoint import make_checkpoint
+from harness.lines import LINES
 from harness.process import QUIET, Kept, free_port
 from tools.common.cli import ToolError
 from tools.common.pin import DEFAULT_LINE
@@ -228,10 +229,14 @@ def test_a_new_user_gets_rows(
     *_, install, serve = small(README["First rows"][0]).splitlines()
     _, _, install = install.partition(" && ")
     (client,) = re.findall(r"```python\n(.*?)```", README_TEXT, re.DOTALL)
-    serve += f" --kv-cache-memory-bytes 1G --port {port}"
+    serve += f" --kv-cache-memory-bytes 1G --port {port} --enforce-eager --dtype float32 "
+    serve += " ".join(LINES[LINE].arguments)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     subprocess.run(["bash", "-euc", install], cwd=ROOT, check=True)
-    with Kept(["bash", "-c", f"exec {serve}"], tmp_path / "server.log", common=QUIET) as server:
+    # What the wheel of the tests needs, and the CUDA wheel does not.
+    env = LINES[LINE].variables()
+    command = ["bash", "-c", f"exec {serve}"]
+    with Kept(command, tmp_path / "server.log", env=env, common=QUIET) as server:
         while server.poll() is None and "startup complete" not in server.tail(5):
             time.sleep(1)
         assert server.poll() is None, server.tail(40)
