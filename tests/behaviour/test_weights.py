@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from harness import oracle
 from tests.behaviour.conftest import (
@@ -76,7 +79,7 @@ def begin(llm: LLM) -> list[int]:
     """Start a request for each of `PROMPTS`. Run them until the last one has computed a part of
     its prompt, and the others generate. Returns how many tokens each has computed."""
     for number, prompt in enumerate(PROMPTS):
-        params = make_params(max_tokens=24)
+        params = make_params(max_tokens=24, logprobs=0)
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     requests = scheduler_of(llm).running
     while len(requests) < len(PROMPTS) or any(not r.num_output_tokens for r in requests[:-1]):
@@ -209,3 +212,31 @@ def test_running_requests_whose_kv_is_cleared_keep_the_rows_of_their_tokens(
         tokens, rows = sequence_of(output)
         assert_agree(rows[:num_old], oracle.route(model, tokens))
         assert_agree(rows[num_old:], oracle.route(other, tokens), num_old)
+
+
+def log_probs(weights: Path, tokens: list[int]) -> npt.NDArray[Any]:
+    """Of all tokens but the first, by `transformers`."""
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    with torch.inference_mode():
+        scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    found: npt.NDArray[Any] = scores[range(len(tokens) - 1), tokens[1:]].numpy()
+    return found
+
+
+def test_rows_and_log_probs_of_a_token_are_of_the_pass_that_sampled_it(
+    llm: LLM, model: Path, other: Path
+) -> None:
+    *computed, _ = begin(llm)
+    with paused(llm, clear_cache=True):
+        load(llm, other)
+    for output, num_old in zip(finish(llm), [*computed, 0], strict=True):
+        tokens, rows = sequence_of(output)
+        old, new = log_probs(model, tokens), log_probs(other, tokens)
+        expected = np.concatenate([old[:num_old], new[num_old:]])
+        assert len(rows) == len(expected)
+        num_prompt = len(output.prompt_token_ids or ())
+        sampled = zip(output.outputs[0].logprobs or (), tokens[num_prompt:], strict=True)
+        given = [of_token[token].logprob for of_token, token in sampled]
+        np.testing.assert_allclose(given, expected[num_prompt - 1 :], atol=1e-4)
+        if num_old:
+            assert np.abs(given - new[num_prompt - 1 :]).max() > 0.01
