@@ -18,10 +18,10 @@ from examples.client import Completion
 
 def router_targets(completion: Completion, length: int) -> list[torch.Tensor]:
     """What each router selects: megatron-core makes one `RouterReplay` for each MoE layer. Returns
-    (T, k) int32 of distinct ids for each of `completion.moe_layers`, for a sequence of T tokens
-    with its padding; k is the layer's own top-k. The last sampled token and padding have no row:
-    they get experts 0 to k - 1. No token that is trained depends on them. Raises ValueError if rows
-    are missing."""
+    (T, k) int32 of distinct ids for each of `completion.moe_layers`. T counts the tokens of the
+    sequence with its padding; k is the layer's own top-k. The last sampled token and padding have
+    no row: they get experts 0 to k - 1. No token that is trained depends on them. Raises
+    ValueError if rows are missing."""
     if (
         completion.start != 0
         or len(completion.rows) != len(completion.prompt) + len(completion.token_ids) - 1

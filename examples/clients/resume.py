@@ -4,9 +4,9 @@
     engine = ResumingEngine(engine)  # a `vllm.AsyncLLM`
 
 One file to copy. It needs vLLM v0.33.0 with the series, `enable_return_routed_experts` and
-`enable_forced_routed_experts`. verl and others resume an aborted request as a new one: its prompt
-are the old prompt and the tokens so far. After an update of weights, routers choose other experts
-for these tokens. Here, the tokens keep theirs.
+`enable_forced_routed_experts`. verl and others resume an aborted request as a new one. The new
+prompt is the old prompt and the tokens so far. After an update of weights, routers choose other
+experts for these tokens. With this engine, the tokens keep the experts that they had.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LIMIT = 1024
 class ResumingEngine:
     """An `AsyncLLM` that remembers the rows of aborted requests.
 
-    A prompt that equals the prompt and the tokens of an aborted request gets its rows, once. All
-    else goes to the engine unchanged.
+    A prompt that equals the prompt and the tokens of an aborted request gets this request's rows,
+    once. All else goes to the engine unchanged.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -25,8 +25,8 @@ from examples.client import Completion, RoutedExpertsError
 
 
 def join_turns(turns: Sequence[Completion]) -> Completion:
-    """The last turn, with the rows of all turns. The prompt of each turn continues prompt and
-    tokens of the one before. Where turns overlap, the earlier row stays. Raises RoutedExpertsError
+    """The last turn, with the rows of all turns. The prompt of each turn begins with prompt and
+    tokens of the turn before. Where turns overlap, the earlier row stays. Raises RoutedExpertsError
     if a turn does not continue the one before, or if rows between two turns are missing."""
     whole = turns[0]
     for turn in turns[1:]:

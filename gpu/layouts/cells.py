@@ -54,10 +54,10 @@ class Cell:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     dp: int = 1  # offline engines that form one data parallel group
     model: str = "qwen3"
-    dtype: str = ""  # else the one that the reference took
+    dtype: str = ""  # if empty, the dtype of the reference
     tokens: int = 24
-    records: bool = True  # ranks record their router logits: not with CUDA graphs
-    serve: tuple[tuple[str, ...], ...] = ()  # of each `vllm serve`; else engines are offline
+    records: bool = True  # ranks record their router logits, which CUDA graphs do not allow
+    serve: tuple[tuple[str, ...], ...] = ()  # of each `vllm serve`; empty: engines are offline
     disaggregated: bool = False  # a prefill and a decode engine behind a proxy, with NIXL
     hosts: tuple[int, ...] = (2, 4)  # counts of GPUs whose default run has the cell
     note: str = ""

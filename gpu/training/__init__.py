@@ -2,5 +2,5 @@
 """Route replay in a training run on a GPU."""
 
 STEPS_FILE = "training.jsonl"
-# Of these, the last one asks for no rows: it is TRL as it is released, for the time of a step.
+# "plain" is TRL as it is released, without rows. It shows the time of a step without them.
 ARMS = {"own": "without replay", "replay": "with replay", "plain": "without rows"}

@@ -6,14 +6,14 @@
 
 It starts a server with CUDA graphs and a prefix cache, in bfloat16, and TRL's `GRPOTrainer`. On one
 GPU, the server reloads the weights from shared memory before each rollout. With `--nccl`, the
-trainer has the second GPU, and TRL sends the weights itself. The last way asks for no rows: it
-gives the time of a step without them. Each step is a line of `DIR/training.jsonl`, written when the
-step is over. After N seconds all ends, and the table and the picture are made of what is there;
-`--draw` makes them again. `--tiny` is for a CPU.
+trainer has the second GPU, and TRL sends the weights itself. The trainer runs without replay, with
+replay, and then without rows, which gives the time of a step without them. When a step is over, it
+becomes a line of `DIR/training.jsonl`. After N seconds all ends, and the table and the picture are
+made of the steps so far. `--draw` makes both again. `--tiny` is for a CPU.
 
 PYTHON has `trl`. It gets this process's PYTHONPATH, without vLLM unless TRL sends the weights.
 
-Exit status: 0 both ways have steps; 1 they have not, or a process failed.
+Exit status: 0 if there are steps without and with replay; 1 if not, or if a process failed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ COLOURS = {"own": "#D55E00", "replay": "#0072B2"}
 
 
 class GpuServer(Server):
-    """`vllm serve` as it is used on a GPU, on the first one."""
+    """`vllm serve` as users start it, on the first GPU."""
 
     def __init__(self, checkpoint: Path, log: Path, args: Sequence[str]) -> None:
         super().__init__(checkpoint, log, args, {"VLLM_SERVER_DEV_MODE": "1"}, timeout_s=400)
@@ -216,7 +216,7 @@ def record(steps: Sequence[Step]) -> str:
 
 
 def draw(path: Path, steps: Sequence[Step]) -> None:
-    """Each figure over the steps, both ways."""
+    """Draw each figure over the steps, without and with replay."""
     import matplotlib
 
     matplotlib.use("Agg")

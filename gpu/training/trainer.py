@@ -29,7 +29,7 @@ direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Plain(ReplayTrainer):
-    """Neither asks for rows nor replays: all but the rollouts is TRL's own code."""
+    """Asks for no rows and does not replay. Except for the rollouts, it runs TRL's own code."""
 
     def _ask(self, prompt: Any, index: int) -> Completion:
         body = {"token_ids": prompt, "sampling_params": self.sampling_params(index)}
@@ -51,7 +51,7 @@ class Plain(ReplayTrainer):
 
 
 class WatchedPlain(Watched, Plain):
-    """Measures it."""
+    """Measures every step of `Plain`."""
 
 
 class Until(transformers.TrainerCallback):
