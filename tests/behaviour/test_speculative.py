@@ -177,9 +177,9 @@ def dropped(speculating: Speculating, monkeypatch: pytest.MonkeyPatch) -> list[i
     update = scheduler._update_request_with_output
     dropped: list[int] = []
 
-    def counting(request: Any, new_token_ids: list[int]) -> Any:
+    def counting(request: Any, new_token_ids: list[int], **more: Any) -> Any:
         before = len(new_token_ids)
-        kept, stopped = update(request, new_token_ids)
+        kept, stopped = update(request, new_token_ids, **more)
         dropped.append(before - len(kept))
         return kept, stopped
 
