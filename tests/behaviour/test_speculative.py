@@ -75,6 +75,19 @@ def copy_with_large_embedding(target: Path, path: Path) -> dict[str, torch.Tenso
     return weights
 
 
+def split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights by expert, as checkpoints have them. `transformers` 5 keeps those of a layer in one
+    tensor, of shape (experts, outputs, inputs)."""
+    prefix, found, kind = name.partition(".experts.")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+    if not (found and parts):
+        yield name, tensor
+        return
+    for expert, weights in enumerate(tensor):
+        for part, weight in zip(parts, weights.chunk(len(parts)), strict=True):
+            yield f"{prefix}.experts.{expert}.{part}.weight", weight
+
+
 def make_draft_layer(target: Path, path: Path) -> Path:
     """A copy of a GLM-4-MoE checkpoint with an MTP layer, which drafts what the target
     would say if its layers did little."""
@@ -87,6 +100,7 @@ def make_draft_layer(target: Path, path: Path) -> Path:
             name: tensor.normal_(std=0.02)
             for name, tensor in Glm4MoeDecoderLayer(config, LAYERS).state_dict().items()
         }
+    draft = dict(item for name, tensor in draft.items() for item in split_experts(name, tensor))
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         draft[name] = torch.ones(size)
     draft |= {
