@@ -76,8 +76,8 @@ def copy_with_large_embedding(target: Path, path: Path) -> dict[str, torch.Tenso
 
 
 def split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights by expert, as checkpoints have them. `transformers` 5 keeps those of a layer in one
-    tensor, of shape (experts, outputs, inputs)."""
+    """Weights by expert, as checkpoints have them. `transformers` 5 keeps all weights of a layer in
+    one tensor, of shape (experts, outputs, inputs)."""
     prefix, found, kind = name.partition(".experts.")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
     if not (found and parts):
