@@ -67,9 +67,9 @@ def in_words(label: Label, engine: Record) -> str:
 def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> list[tuple]:
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
-    With the same build's `off`, or the first build's; `all` with `silent` of its own
-    engine; other builds' `off` with the first one's, or its `silent` if it has none; `on` with the
-    first `all`.
+    A mode is compared with `off` of the same build, or with `off` of the first build if its own has
+    none. `all` is also compared with `silent` of its own engine, and `on` with the first `all`. The
+    `off` of another build is compared with the first build's `off`, or with its `silent`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
     silent = {

@@ -33,6 +33,19 @@ from harness.oracle import Comparison, Oracle, compare
 # Lengths of the prompts, cut from the passages.
 PROMPTS = {"harbour": 160, "sorting": 128, "code": 96, "ledger": 80, "kitchen": 64, "scripts": 48}
 SAMPLES, MICRO_BATCHES = 8, 3
+# Settings of TRL that every run here has.
+SETTINGS: dict[str, Any] = {
+    "bf16": True,
+    "num_generations": SAMPLES,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+    "shuffle_dataset": False,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 0,
+}
 
 
 class Sending(ByReload):
@@ -172,21 +185,12 @@ def train(folder: Path, url: str, steps: int, tokens: int, fault: str) -> None:
         config = GRPOConfig(
             output_dir=str(folder / "trainer"),
             use_cpu=True,
-            bf16=True,
             per_device_train_batch_size=len(PROMPTS) * SAMPLES // MICRO_BATCHES,
             gradient_accumulation_steps=MICRO_BATCHES,
-            num_generations=SAMPLES,
             max_completion_length=tokens,
             max_steps=steps,
             learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=0,
+            **SETTINGS,
         )
         trainer = WatchedTrainer(
             transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),

@@ -279,7 +279,8 @@ def main() -> int:
     for name, values in defaults.items():
         setattr(given, name, getattr(given, name) or values[given.tiny])
     trl = ROOT / "build" / "clients" / "trl" / "bin" / "python"
-    given.python = given.python or (str(trl) if given.tiny else sys.executable)
+    python = given.python or (trl if given.tiny else sys.executable)
+    given.python = os.path.abspath(python)
     given.work = given.work or (given.out / "work" if given.tiny else Path("/dev/shm/training"))
     given.out.mkdir(parents=True, exist_ok=True)
     failed = "" if given.draw else run(given)

@@ -17,14 +17,13 @@ import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from demos.train.with_trl import Watched, share_of_even_ids
+from demos.train.with_trl import SAMPLES, SETTINGS, Watched, share_of_even_ids
 from examples.client import PATH, Completion
 from examples.clients.trl_replay import ReplayTrainer
 from gpu.training import STEPS_FILE
 from harness import text
 from harness.server import NO_ROWS
 
-SAMPLES = 8  # of each prompt
 direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -104,21 +103,12 @@ def main(given: dict[str, Any]) -> None:
         config = GRPOConfig(
             output_dir=str(work / "trainer"),
             use_cpu=not on_gpu,
-            bf16=True,
             per_device_train_batch_size=batch // given["micro_batches"],
             gradient_accumulation_steps=given["micro_batches"],
-            num_generations=SAMPLES,
             max_completion_length=given["tokens"],
             max_steps=steps,
             learning_rate=given["learning_rate"],
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=0,
+            **SETTINGS,
             **(nccl if given["nccl"] else {}),
         )
         trainer = (WatchedPlain if arm == "plain" else Watched)(

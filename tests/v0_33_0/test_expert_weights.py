@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' weights without an engine: what a router hands to the capture, against the formulas
-of the papers, and what a request gets of rows that have weights. Mutants fail here.
+"""The experts' weights without an engine. What a router hands to the capture is compared with the
+formulas of the papers. A request gets the weights only if it asks. Mutants fail here.
 """
 
 from __future__ import annotations

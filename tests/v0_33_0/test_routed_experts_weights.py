@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--routed-experts-weights`: the weights that come with rows are those that `transformers`
-multiplies the experts with, and only who asks gets them."""
+"""`--routed-experts-weights`: rows come with the weights by which `transformers` multiplies the
+experts. Only requests that ask get them."""
 
 from __future__ import annotations
 

@@ -383,8 +383,8 @@ class Engine:
                 self.check_rows(step, output)
 
     def split_rows(self, outputs: list[Any]) -> None:
-        """Check that a message has weights only if one of its requests gets them, and that the
-        front end splits these rows into ids and the weights that belong to them. Leave the ids."""
+        """Check that a message has weights only if one of its requests gets them. Check that the
+        front end splits its rows into ids and their weights. Leave the ids."""
         with_rows = [o for o in outputs if getattr(o.routed_experts, "pieces", None)]
         wide = any(self.gets_weights(output.request_id) for output in with_rows)
         for output in with_rows if self.setup.wide else ():
