@@ -6,7 +6,7 @@
 
 There is one engine for each BUILD:FLAG, all at once on one GPU. Two builds with the same place
 show how much engines of one kind differ. Only one engine runs at a time. In a round of a load, each
-engine and each opt-in mode has a turn with the same prompts, in random order. The next round has
+engine and each mode of it has a turn with the same prompts, in random order. The next round has
 the reverse order. Ratios are taken within a round.
 
 Every turn is appended to OUT/records.jsonl; a second run continues there, with the same or other
@@ -45,11 +45,7 @@ def turns_of(
 ) -> list[tuple[int, str]]:
     """The turns of a round, in order: index of the variant and mode. Even rounds go in random
     order, odd ones in the reverse order of the round before."""
-    turns = [
-        (i, mode)
-        for i, variant in enumerate(variants)
-        for mode in (modes if variant.flag == "opt-in" else [variant.flag])
-    ]
+    turns = [(i, mode) for i, variant in enumerate(variants) for mode in variant.modes(modes)]
     random.Random(f"{seed} {number // 2}").shuffle(turns)
     return turns[::-1] if number % 2 else turns
 
@@ -187,7 +183,8 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--engine",
         action="append",
         metavar="BUILD:FLAG",
-        help="an engine: flag off, on or opt-in; repeat",
+        help="an engine: flag off, on or opt-in; or float32 or float16, which is opt-in with "
+        "weights of the experts; repeat",
     )
     parser.add_argument(
         "--model", choices=MODELS, default="qwen3-30b-a3b" if read_gpu() else "tiny", help="shape"
@@ -200,8 +197,9 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--modes",
         type=lambda text: text.split(","),
-        default=",".join(MODES),
-        help="who asks in opt-in engines: no request, or every request",
+        default="silent,all",
+        help="who asks in engines that let requests ask: no request (silent), every request for "
+        "rows (all), or every request for rows and weights (both)",
     )
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of each load")
     parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import ROOT
 
-FLAGS = ("off", "on", "opt-in")
+# The last two also return the weights of the experts, in this dtype.
+WEIGHTS = ("float32", "float16")
+FLAGS = ("off", "on", "opt-in", *WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Build:
 @dataclass(frozen=True)
 class Variant:
     """A build with one setting of the flag; each engine runs one. `on` returns rows to every
-    request, `opt-in` to those that ask (the series only)."""
+    request, all others to those that ask (the series only)."""
 
     build: Build
     flag: str
@@ -50,12 +53,20 @@ class Variant:
         return f"{self.build.name} {self.flag}"
 
     @property
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, Any]:
         """Engine arguments that set the flag."""
-        options = {"enable_return_routed_experts": self.flag != "off"}
-        if self.flag == "opt-in":
+        options: dict[str, Any] = {"enable_return_routed_experts": self.flag != "off"}
+        if self.flag not in ("off", "on"):
             options["routed_experts_opt_in"] = True
+        if self.flag in WEIGHTS:
+            options["routed_experts_weights"] = self.flag
         return options
+
+    def modes(self, wanted: Sequence[str]) -> list[str]:
+        """Those of the wanted modes that the engine has."""
+        if self.flag in ("off", "on"):
+            return [self.flag]
+        return [mode for mode in wanted if mode != "both" or self.flag in WEIGHTS]
 
 
 def read_builds(words: Sequence[str]) -> dict[str, Build]:

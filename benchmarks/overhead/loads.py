@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Who asks in opt-in engines: no request, or every one. For other engines, the mode is the flag.
-MODES = ("silent", "all")
+# Who asks in engines that let requests ask: no request, every one for rows, or every one for rows
+# and weights. For other engines, the mode is the flag.
+MODES = ("silent", "all", "both")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Load:
 
     def asks(self, mode: str) -> list[bool | None]:
         """For each request whether it asks; None in modes that are the flag of the engine."""
-        return [mode == "all" if mode in MODES else None] * self.requests
+        return [mode != "silent" if mode in MODES else None] * self.requests
 
     @property
     def text(self) -> str:
@@ -57,6 +58,7 @@ class Load:
 LOADS: dict[str, Load] = {
     "decode": Load(128, 128, 128, decodes=True, share=0.6),
     "prefill": Load(16, 2048, 4),
+    "long": Load(1, 8192, 1, share=0.05),
     "single": Load(1, 64, 192, decodes=True),
     "turns": Load(16, 256, 32, turns=3, shared=512, share=0.14),
     "group": Load(64, 16, 48, shared=8176, share=0.05),
@@ -66,6 +68,7 @@ LOADS: dict[str, Load] = {
 TINY_LOADS: dict[str, Load] = {
     "decode": Load(16, 16, 24, decodes=True, share=0.6),
     "prefill": Load(4, 200, 2),
+    "long": Load(1, 400, 1, share=0.05),
     "single": Load(1, 16, 24, decodes=True),
     "turns": Load(4, 40, 6, turns=3, shared=64, share=0.14),
     "group": Load(8, 8, 4, shared=192, share=0.05),

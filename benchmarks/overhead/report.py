@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
+from benchmarks.overhead.builds import WEIGHTS
 from benchmarks.overhead.loads import MODES
 from harness.paired import Estimate, compare
 
@@ -50,12 +51,14 @@ class Comparison:
         return "not decided: the interval holds the target"
 
 
-def target_of(load: str, mode: str) -> float | None:
-    """What a mode may cost compared with the flag off, in percent."""
-    if mode == "silent":
+def target_of(load: str, mode: str, reference: str) -> float | None:
+    """What a mode may cost compared with another one, in percent."""
+    if (mode, reference) == ("silent", "off"):
         return 0.2
-    if mode == "all":
+    if (mode, reference) == ("all", "off"):
         return 0.8 if load == "single" else 0.5
+    if (mode, reference) == ("both", "all"):
+        return 1.0
     return None
 
 
@@ -68,7 +71,8 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
     A mode is compared with `off` of the same build, or with `off` of the first build if its own has
-    none. `all` is also compared with `silent` of its own engine, and `on` with the first `all`. The
+    none. `all` is also compared with `silent` of its own engine, and `on` with the first `all`. So
+    are modes of engines with weights. `both` is also compared with `all` of its own engine. The
     `off` of another build is compared with the first build's `off`, or with its `silent`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
@@ -91,6 +95,10 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
                 found.append((label, first_all))
             if mode == "all" and "silent" in modes[engine["name"]]:
                 found.append((label, (engine["name"], "silent")))
+            if engine["flag"] in WEIGHTS and mode != "silent":
+                own = (engine["name"], "all") if "all" in modes[engine["name"]] else None
+                others = {first_all: None, own: None}
+                found += [(label, other) for other in others if other and other != label]
     return found
 
 
@@ -145,13 +153,12 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
                 step = compare_turns(turns_of_both, "step_us")
                 mine, its = zip(*turns_of_both, strict=True)
                 step_us = median_of(its, "step_us"), median_of(mine, "step_us")
-            against_off = by_name[reference[0]]["flag"] == "off"
             found.append(
                 Comparison(
                     load,
                     in_words(label, by_name[label[0]]),
                     in_words(reference, by_name[reference[0]]),
-                    target_of(load, label[1]) if against_off else None,
+                    target_of(load, label[1], reference[1]),
                     compare_turns(turns_of_both),
                     step,
                     step_us,

@@ -90,7 +90,11 @@ class Engine:
         raise RuntimeError("the prefix cache cannot be emptied")
 
     def _generate(
-        self, prompts: list[list[int]], asks: list[bool | None], max_tokens: int
+        self,
+        prompts: list[list[int]],
+        asks: list[bool | None],
+        max_tokens: int,
+        weights: bool = False,
     ) -> tuple[list[Any], float]:
         """Outputs, and the seconds to the last one from all requests being queued, since how fast
         they come in would decide which of them share the first steps."""
@@ -103,6 +107,7 @@ class Engine:
                 max_tokens=max_tokens,
                 detokenize=False,
                 **({} if ask is None else {"return_routed_experts": ask}),
+                **({"return_routed_experts_weights": True} if weights else {}),
             )
             for ask in asks
         ]
@@ -143,7 +148,7 @@ class Engine:
                     prompt + list(output.outputs[0].token_ids) + added
                     for prompt, output, added in zip(prompts, outputs, later[turn - 1], strict=True)
                 ]
-            outputs, took = self._generate(prompts, asks, what.output)
+            outputs, took = self._generate(prompts, asks, what.output, weights=mode == "both")
             seconds += took
             intervals += np.diff(self.returned).tolist()
             for prompt, output, ask in zip(prompts, outputs, asks, strict=True):
@@ -158,6 +163,11 @@ class Engine:
                 if got is not None:
                     rows += len(got)
                     rows_bytes += got.nbytes
+                weights = getattr(completion, "routed_experts_weights", None)
+                if (mode == "both") != (weights is not None):
+                    raise RuntimeError(f"{mode}: got weights {weights!r}")
+                if weights is not None:
+                    rows_bytes += weights.nbytes
         gc.enable()
         quantiles = np.quantile(intervals or [0.0], [0.1, 0.5, 0.9, 0.99, 1.0]) * 1e6
         return {

@@ -86,6 +86,25 @@ def test_another_build_is_compared_with_what_does_the_same(flag: str, mode: str)
     assert pairs == [(("release", flag), ("ours", mode))]
 
 
+def test_weights_are_compared_with_rows_of_each_engine() -> None:
+    engines = [
+        {"name": "ids", "build": "ours", "flag": "opt-in"},
+        {"name": "wide", "build": "ours", "flag": "float32"},
+    ]
+    pairs = pairs_to_compare(engines, {"ids": ["all"], "wide": ["all", "both"]})
+    ids, wide, both = ("ids", "all"), ("wide", "all"), ("wide", "both")
+    assert pairs == [(wide, ids), (both, ids), (both, wide)]
+    assert pairs_to_compare(engines[1:], {"wide": ["all", "both"]}) == [(both, wide)]
+
+
+def test_only_engines_with_weights_have_turns_of_both() -> None:
+    wide = Variant(Build("patched"), "float16")
+    assert wide.options["routed_experts_weights"] == "float16"
+    assert "routed_experts_weights" not in OPT_IN.options
+    turns = turns_of([OFF, OPT_IN, wide], ["all", "both"], "decode", 4)
+    assert sorted(turns) == [(0, "off"), (1, "all"), (2, "all"), (2, "both")]
+
+
 @pytest.mark.parametrize("word", ["a", "a:of", "c:off", ":off", "a:off"])
 def test_unknown_engines_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="BUILD:FLAG"):
