@@ -18,6 +18,26 @@ from harness.families import find
 
 # Two float32 implementations add in different orders, also of the layers before.
 CLOSE = 1e-5
+# One family for each way of weighing: its overrides, and the factor that vLLM multiplies the output
+# with instead of the weights.
+WAYS: dict[str, tuple[dict[str, Any], float]] = {
+    # softmax of all experts, or of the chosen ones
+    "qwen3_moe": ({"mlp_only_layers": [1]}, 1.0),
+    "olmoe": ({}, 1.0),
+    "mixtral": ({}, 1.0),
+    # softmax or sigmoid with a bias
+    "ernie4_5_moe": ({}, 1.0),
+    "minimax_m2": ({}, 1.0),
+    # a scaling factor
+    "glm4_moe": ({"routed_scaling_factor": 2.5}, 2.5),
+    "lfm2_moe": ({"routed_scaling_factor": 2.5}, 1.0),
+    # functions of their own
+    "phimoe": ({"architectures": ["PhiMoEForCausalLM"]}, 1.0),
+    "gemma4_text": ({}, 1.0),
+    "llama4_text": ({}, 1.0),
+    # layers of smaller top-k
+    "hunyuan_v1_moe": ({}, 1.0),
+}
 
 
 @functools.lru_cache(maxsize=4)
@@ -72,3 +92,30 @@ def spread(
     chosen = ids[:, layer, :top_k].astype(np.int64)
     np.put_along_axis(spread, chosen, weights[:, layer, :top_k].astype(np.float32), axis=1)
     return spread
+
+
+def differences(
+    checkpoint: Path | str,
+    token_ids: Sequence[int],
+    rows: npt.NDArray[Any],
+    weights: npt.NDArray[Any],
+    factor: float = 1.0,
+    start: int = 0,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """For each row from position `start` on and each MoE layer: by how much the weights differ from
+    those of `transformers` divided by `factor`, and whether the ids are the same. The difference
+    of w is divided by 1 + w. Raises ValueError if a place without an expert has a weight."""
+    routers = oracle.load(checkpoint)
+    expected = weigh(checkpoint, token_ids)
+    found, same = [], []
+    for layer in range(routers.num_layers):
+        top_k = routers.top_ks[layer] if layer in expected else 0
+        # A repeated id has no weight, nor has a layer without experts.
+        if weights[:, layer, top_k:].any():
+            raise ValueError(f"layer {layer} has weights behind its top-{top_k}")
+        if top_k:
+            got = spread(rows, weights, layer, top_k, routers.num_experts)
+            wanted = expected[layer][start : start + len(rows)] / factor
+            same.append(((got != 0) == (wanted != 0)).all(axis=1))
+            found.append((np.abs(got - wanted) / (1 + np.abs(wanted))).max(axis=1))
+    return np.stack(found, axis=1), np.stack(same, axis=1)
