@@ -39,9 +39,6 @@ TOOLS := .venv-tools/bin/python -m tools --on $(LINE)
 # (shared by hard links where both lie on one file system), source trees and wheels 1.
 NEED_GB ?= 12
 
-# Where pinned sources and base wheels come from: make WHEELHOUSE=DIR takes them from a directory,
-# make OFFLINE=1 asks no index.
-PLACES = $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) $(if $(OFFLINE),--offline)
 # Where records of a line go.
 RECORDS := benchmarks/results/$(LINE)
 # Which image `make image` builds, cuda or cpu, the name that it gives, and what builds it.
@@ -180,10 +177,10 @@ bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small 
 ##@ Work on the series
 
 source: $(TOOLS_LOCKED) #> Get the pinned vLLM source
-	$(TOOLS) source fetch $(PLACES)
+	$(TOOLS) source fetch
 
 apply: source ## Apply the series: build/<line>/vllm, one commit per patch
-	$(TOOLS) series apply $(PLACES)
+	$(TOOLS) series apply
 
 export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<line>/
 	$(TOOLS) series export
@@ -211,30 +208,30 @@ install: $(INSTALLED) ## Install the patched CPU wheel into the environment
 	@echo "In $(VENV): $$(cat $(INSTALLED))"
 
 verify: $(INSTALLED) ## Prove that the built and the installed wheel are base plus series
-	$(TOOLS) wheel verify $(MADE)/wheels/vllm-*.whl $(PLACES)
-	$(PY) -m tools --on $(LINE) wheel verify --installed $(PLACES)
+	$(TOOLS) wheel verify $(MADE)/wheels/vllm-*.whl
+	$(PY) -m tools --on $(LINE) wheel verify --installed
 
 wheel-cuda: apply ## Build the patched CUDA wheels into build/<line>/wheels-cuda (CUDA=cuda: x86-64 alone)
 	@echo "Base wheels that are not in build/downloads are downloaded there:"
 	@for variant in $(CUDA); do sed -n "/^\[wheel.$$variant\]/,/^size/s/^size = \([0-9]*\)[0-9]\{6\}$$/    $$variant: \1 MB/p" \
 		patches/$(LINE)/upstream.toml; done
 	@rm -rf $(MADE)/wheels-cuda
-	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda $(PLACES); done
+	for variant in $(CUDA); do $(TOOLS) wheel build --variant $$variant --out $(MADE)/wheels-cuda; done
 
 verify-cuda: $(LOCKED) #> Build the CUDA wheels twice: the same bytes, base plus series, fit for the compiled files
 	@rm -rf $(MADE)/verify-cuda
 	for place in one two; do \
-		$(TOOLS) series apply --tree $(MADE)/verify-cuda/$$place/vllm $(PLACES); \
+		$(TOOLS) series apply --tree $(MADE)/verify-cuda/$$place/vllm; \
 		for variant in $(CUDA); do \
 			$(TOOLS) wheel build --variant $$variant --tree $(MADE)/verify-cuda/$$place/vllm \
-				--out $(MADE)/verify-cuda/$$place/wheels $(PLACES); \
+				--out $(MADE)/verify-cuda/$$place/wheels; \
 		done; \
 	done
 	diff -r $(MADE)/verify-cuda/one/wheels $(MADE)/verify-cuda/two/wheels
-	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm $(PLACES)
+	$(TOOLS) wheel verify $(MADE)/verify-cuda/one/wheels/*.whl --tree $(MADE)/verify-cuda/one/vllm
 	$(PY) -c 'from harness.checkpoint import make_checkpoint; make_checkpoint("$(MADE)/verify-cuda/checkpoint")'
 	$(PY) -m tools --on $(LINE) wheel compiled $(MADE)/verify-cuda/one/wheels/*.whl \
-		--checkpoint $(MADE)/verify-cuda/checkpoint $(PLACES)
+		--checkpoint $(MADE)/verify-cuda/checkpoint
 	@sha256sum $(MADE)/verify-cuda/one/wheels/*.whl && rm -rf $(MADE)/verify-cuda
 
 release: apply #> Build the release of this commit into build/<line>/release: wheels, changes, checksums
@@ -248,8 +245,8 @@ release: apply #> Build the release of this commit into build/<line>/release: wh
 	$(TOOLS) series check
 	$(TOOLS) series export --check
 	@rm -rf $(RELEASE).new && mkdir -p $(RELEASE).new
-	for variant in $(RELEASED); do $(TOOLS) wheel build --variant $$variant --out $(RELEASE).new $(PLACES); done
-	$(TOOLS) wheel verify $(RELEASE).new/*.whl $(PLACES)
+	for variant in $(RELEASED); do $(TOOLS) wheel build --variant $$variant --out $(RELEASE).new; done
+	$(TOOLS) wheel verify $(RELEASE).new/*.whl
 	@awk '/^## /{wanted = index($$0, "## re.$(NUMBER), ") == 1} wanted' CHANGELOG.md >$(RELEASE).new/CHANGES.md
 	@cd $(RELEASE).new && sums=$$(LC_ALL=C sha256sum *) && echo "$$sums" >SHA256SUMS
 	@if [ -e $(RELEASE) ]; then diff -rq $(RELEASE) $(RELEASE).new || \
@@ -378,10 +375,10 @@ build/clients/%: | $(TOOLS_LOCKED)
 
 $(BUILT): | $(TOOLS_LOCKED)
 	@echo "Building the patched CPU wheel"
-	$(TOOLS) source fetch $(PLACES)
-	$(TOOLS) series apply $(PLACES)
+	$(TOOLS) source fetch
+	$(TOOLS) series apply
 	@rm -rf $(MADE)/wheels && mkdir -p $(MADE)/wheels
-	$(TOOLS) wheel build --variant cpu --out $(MADE)/wheels $(PLACES)
+	$(TOOLS) wheel build --variant cpu --out $(MADE)/wheels
 	@touch $@
 
 $(INSTALLED): $(BUILT) | $(LOCKED)
@@ -393,9 +390,9 @@ $(INSTALLED): $(BUILT) | $(LOCKED)
 $(PRISTINE): | $(LOCKED)
 	@rm -rf $(MADE)/pristine/vllm
 	@echo "Building the CPU wheel of vLLM without the series, into $(MADE)/pristine"
-	$(TOOLS) source fetch $(PLACES)
-	$(TOOLS) series apply --pristine --tree $(MADE)/pristine/vllm $(PLACES)
+	$(TOOLS) source fetch
+	$(TOOLS) series apply --pristine --tree $(MADE)/pristine/vllm
 	@rm -rf $(MADE)/pristine/wheels $(MADE)/pristine/site $(MADE)/pristine/.installed-*
-	$(TOOLS) wheel build --variant cpu --tree $(MADE)/pristine/vllm --out $(MADE)/pristine/wheels $(PLACES)
+	$(TOOLS) wheel build --variant cpu --tree $(MADE)/pristine/vllm --out $(MADE)/pristine/wheels
 	@$(INSTALL) --target $(MADE)/pristine/site $(MADE)/pristine/wheels/vllm-*.whl
 	@touch $@

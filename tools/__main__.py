@@ -50,13 +50,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Exit status: 0, 1 for an error that is explained, 2 for wrong usage."""
     parsed = parser().parse_args(arguments)
-    given = vars(parsed)
-    wheelhouse, offline = given.get("wheelhouse"), given.get("offline", False)
-    project = Project(parsed.root, parsed.on, wheelhouse, offline, given.get("tree"))
     try:
-        if wheelhouse is not None and not wheelhouse.is_dir():
-            raise ToolError("there is no such wheelhouse", where=wheelhouse, expected="a directory")
-        parsed.run(parsed, project)
+        parsed.run(parsed, Project(parsed.root, parsed.on, getattr(parsed, "tree", None)))
     except ToolError as error:
         print(f"error: {error}", file=sys.stderr)
         if parsed.on != DEFAULT_LINE:

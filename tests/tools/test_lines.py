@@ -40,7 +40,7 @@ def newer(toy: Toy) -> Toy:
     files = {**NEWER_TREE, **ARCHIVE_ONLY}
     make_archive(toy.downloads / f"vllm-{NEWER}.tar.gz", files, version=NEWER)
     make_wheel(toy.downloads / f"vllm-{NEWER}-{TAG}.whl", wheel_files("vllm", NEWER_TREE, NEWER))
-    other = {"commit": "4ba787ec9", "submodule": "", "kernels": VERSION}
+    other = {"commit": "4ba787ec9", "kernels": VERSION}
     write_pin(line, NEWER_TREE, NEWER, wheels=("cpu", "cuda"), **other)
     line.do("series", "apply")
     line.commit("[Core] Write more", {"vllm/more.py": "MORE = 1\n"})
@@ -95,7 +95,7 @@ def test_a_wheel_over_other_kernels_has_all_python_from_the_source_and_says_so(
     newer.do("wheel", "build", "--variant", "cpu", "--out", str(tmp_path))
     assert (tmp_path / path.name).read_bytes() == path.read_bytes()
     said = Toy(newer.root).refuse("wheel", "verify", str(path))
-    assert "not one of this project's overlays" in said
+    assert "not the name of a wheel of this series" in said
 
 
 def test_what_is_for_tests_is_not_released(newer: Toy) -> None:

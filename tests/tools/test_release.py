@@ -41,7 +41,7 @@ def make_release(toy: Toy) -> subprocess.CompletedProcess[str]:
     """`make release`, with the tools of this environment."""
     tools = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tools"]
     tools += ["--root", str(toy.root), "--on", toy.line]
-    words = ["make", "release", "OFFLINE=1", f"ON={toy.line}", "TOOLS_LOCKED=Makefile"]
+    words = ["make", "release", f"ON={toy.line}", "TOOLS_LOCKED=Makefile"]
     return subprocess.run(
         [*words, f"TOOLS={shlex.join(tools)}"],
         cwd=toy.root,

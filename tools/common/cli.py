@@ -14,11 +14,6 @@ def add_tree(parser: Parser) -> None:
     parser.add_argument("--tree", type=Path, help="the build tree (default: build/<line>/vllm)")
 
 
-def add_downloads(parser: Parser) -> None:
-    add_path(parser, "--wheelhouse", "take pinned files from this directory first")
-    add_flag(parser, "--offline", "never use the network")
-
-
 def add_path(parser: Parser, name: str, text: str, required: bool = False) -> None:
     parser.add_argument(name, type=Path, help=text, required=required)
 

@@ -11,8 +11,6 @@ from tools.common.cli import ToolError
 
 # The line that is meant if none is named; the Makefile reads it here.
 DEFAULT_LINE = "v0.33.0"
-# The commit of a release whose archive does not state it.
-UNKNOWN = "unknown"
 
 
 class PinnedFile(NamedTuple):
@@ -45,12 +43,11 @@ class Pin(NamedTuple):
 
     line: str
     version: str
-    git_tag: str
-    commit: str  # the id, or its first digits, or UNKNOWN
+    tag: str
+    commit: str  # the id, or its first digits, or "unknown"
     tree: str
     source: PinnedFile
-    archive_only: tuple[str, ...]
-    submodule: str | None  # where a person can have the history, for a line that has one
+    archive_only: list[str]
     wheels: dict[str, BaseWheel]
 
 
@@ -65,46 +62,28 @@ def load_pin(path: Path) -> Pin:
     except tomllib.TOMLDecodeError as error:
         raise ToolError("the pin is not valid TOML", where=path, found=error) from error
 
-    def value(dotted: str, pattern: str = r".+", default: Any = None) -> Any:
-        at: Any = data
-        for key in dotted.split("."):
-            at = at.get(key) if isinstance(at, dict) else None
-        at = default if at is None else at
-        if at is None or (isinstance(at, str) and not re.fullmatch(pattern, at)):
-            raise ToolError(f"the pin has no usable {dotted}", path, pattern, at)
-        return at
+    def take(kind: Any, table: str, values: dict[str, Any]) -> Any:
+        """Those values of a table that a type has."""
+        if missing := [name for name in kind._fields if name not in values]:
+            raise ToolError(f"the pin has no {table}.{missing[0]}", path)
+        return kind(**{name: values[name] for name in kind._fields})
 
-    release = value("release.version")
-
-    def pinned(table: str) -> PinnedFile:
-        return PinnedFile(
-            distribution=value(f"{table}.distribution"),
-            version=value(f"{table}.version", default=release),
-            filename=value(f"{table}.filename", r"[\w.+-]+"),
-            size=int(value(f"{table}.size")),
-            sha256=value(f"{table}.sha256", r"[0-9a-f]{64}"),
-        )
-
+    release, source = data.get("release", {}), data.get("source", {})
     wheels = {}
-    for variant in data.get("wheel", {}):
-        table = f"wheel.{variant}"
-        if "filename" not in data["wheel"][variant]:  # the release has no such wheel
-            continue
-        file, tag = pinned(table), value(f"{table}.tag", r"\w+-\w+-[\w.]+")
-        suffix, trusted_by = value(f"{table}.local_suffix", r"\w*"), value(f"{table}.trusted_by")
-        tests_only = file.version != release
-        wheels[variant] = BaseWheel(variant, file, tag, suffix, trusted_by, tests_only)
-    return Pin(
-        line=path.parent.name,
-        version=release,
-        git_tag=value("release.tag"),
-        commit=value("release.commit", rf"[0-9a-f]{{7,40}}|{UNKNOWN}"),
-        tree=value("release.tree", r"[0-9a-f]{40}"),
-        source=pinned("source"),
-        archive_only=tuple(value("source.archive_only")),
-        submodule=value("source.submodule", r"[\w.-]*", default="") or None,
-        wheels=wheels,
-    )
+    for variant, values in data.get("wheel", {}).items():
+        if "filename" in values:  # else the release has no such wheel
+            name = f"wheel.{variant}"
+            file = take(PinnedFile, name, {"version": release.get("version")} | values)
+            tests_only = file.version != release.get("version")
+            more = {"variant": variant, "file": file, "tests_only": tests_only}
+            wheels[variant] = take(BaseWheel, name, values | more)
+    more = {
+        "line": path.parent.name,
+        "source": take(PinnedFile, "source", {"version": release.get("version")} | source),
+        "archive_only": source.get("archive_only", []),
+        "wheels": wheels,
+    }
+    return take(Pin, "release", release | more)
 
 
 def lines(root: Path) -> list[str]:
@@ -113,24 +92,12 @@ def lines(root: Path) -> list[str]:
 
 
 class Project:
-    """The repository and one of its lines: where its parts are, and where pinned files come from.
+    """The repository and one of its lines: where its parts are. ``tree`` is the build tree, if not
+    at its own place."""
 
-    ``wheelhouse`` is searched first and never written to. ``offline`` forbids the network. ``tree``
-    is the build tree, if not at its own place.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        line: str = DEFAULT_LINE,
-        wheelhouse: Path | None = None,
-        offline: bool = False,
-        tree: Path | None = None,
-    ) -> None:
+    def __init__(self, root: Path, line: str = DEFAULT_LINE, tree: Path | None = None) -> None:
         self.root = root
         self.line = line
-        self.wheelhouse = wheelhouse
-        self.offline = offline
         self.patches = root / "patches" / line
         self.pin_file = self.patches / "upstream.toml"
         self.series_file = self.patches / "series"
@@ -140,7 +107,7 @@ class Project:
         self.downloads = root / "build" / "downloads"
 
     def with_tree(self, tree: Path) -> "Project":
-        return Project(self.root, self.line, self.wheelhouse, self.offline, tree)
+        return Project(self.root, self.line, tree)
 
     @cached_property
     def pin(self) -> Pin:
@@ -150,9 +117,7 @@ class Project:
     def release(self) -> int:
         """This project's own release number: ``[project].version`` of ``pyproject.toml``."""
         path = self.root / "pyproject.toml"
-        data = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        found = data.get("project", {}).get("version")
-        if not isinstance(found, str) or not re.fullmatch(r"[1-9]\d*", found):
-            what = '[project].version is no whole number, as a string: "1"'
-            raise ToolError(what, path, found=found)
-        return int(found)
+        match = re.search(r'^version = "([1-9]\d*)"$', path.read_text(), re.MULTILINE)
+        if not match:
+            raise ToolError('[project].version is no whole number, as a string: "1"', path)
+        return int(match[1])

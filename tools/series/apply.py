@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.common.cli import ToolError, add_downloads, add_flag, add_tree
+from tools.common.cli import ToolError, add_flag, add_tree
 from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series import tree
-from tools.series.check import check_files
 from tools.series.series import Patch, Series, choose, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
 from tools.source.fetch import fetch_source
@@ -20,7 +19,6 @@ from tools.source.fetch import fetch_source
 
 def declare(parser: argparse.ArgumentParser) -> None:
     add_tree(parser)
-    add_downloads(parser)
     add_flag(parser, "--pristine", "apply no patch at all")
     parser.add_argument("--before", metavar="PATCH", help="stop before this patch")
     add_flag(parser, "--discard", "lose what the build tree has beyond the series")
@@ -38,20 +36,19 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
         print(f"source: {fetch_source(project)}")
     changed = apply_series(project, series, discard=arguments.discard)
     state = "applied" if changed else "nothing to do"
-    print(f"{state}: {len(series)} patches on {project.pin.git_tag} in {project.tree}")
+    print(f"{state}: {len(series)} patches on {project.pin.tag} in {project.tree}")
     print(f"commit: {Git(project.tree).commit_id(APPLIED_REF)}")
 
 
 def am(git: Git, patch: Patch) -> str:
     """Make one commit of a patch on HEAD, or raise; returns the commit, whose message names the
     patch."""
-    for problem in check_files(patch):
-        raise problem
     options = (
         "--keep-non-patch",  # only [PATCH] is cut off a subject: [Core] survives
         "--keep-cr",  # a patch is bytes
         "--no-scissors",  # a message may hold a scissors line
         "--no-3way",  # what does not fit is refused, not merged
+        "--whitespace=error",  # nor does an added line end in blanks
         "--committer-date-is-author-date",  # the same commit id on every machine
     )
     try:

@@ -13,15 +13,15 @@ _HEADER = re.compile(
     OWN_HEADER.pattern + r".*|(?:Tests?|Link|Fixes|Bug|Origin|Forwarded|[A-Za-z-]+-by): .*",
     re.IGNORECASE,
 )
-_BAD_LINE = re.compile(r"[ \t\r\f\v]+\n?\Z|\A(<{7}|>{7}|\|{7}) ")
+_WAITING = re.compile(r"(fixup|squash|amend)!")
 _REWORD = "reword the commit (in the build tree: git rebase -i refs/re/base), then: series export"
 _SIGN = "in the build tree: git rebase --signoff refs/re/base, then: series export"
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Check the series and every patch against the rules. Each listed file exists. No file is
-    listed twice or left out. Headers, message body, sign-off, files and trailing blanks are right.
-    Each patch that a Needs: header names exists and stands earlier."""
+    """Check the series and every patch's message against the rules. Each listed file exists. No
+    file is listed twice or left out. Headers, message body and sign-off are right. Each patch that
+    a Needs: header names exists and stands earlier."""
     print(f"series: {len(check_series(project))} patches, no problems")
 
 
@@ -52,25 +52,20 @@ def check_needs(series: Series) -> list[ToolError]:
     return problems
 
 
-def check_patch(patch: Patch) -> list[ToolError]:
-    """Every rule that the patch breaks by itself."""
-    try:
-        return [*_check_message(patch), *check_files(patch), *_check_lines(patch)]
-    except ToolError as problem:  # the diff cannot be read
-        return [problem]
-
-
-def _check_message(patch: Patch) -> Iterator[ToolError]:
+def check_patch(patch: Patch) -> Iterator[ToolError]:
+    """Every rule that the message breaks. Git checks the diff when it applies it."""
     lines, name = patch.body.splitlines(), patch.name
-    if not slug(patch.subject):
+    if not slug(patch.subject) or _WAITING.match(patch.subject):
         expected = "Subject: [PATCH] [Area] What it adds"
-        yield ToolError("the patch has no subject", name, expected, patch.subject, _REWORD)
+        yield ToolError(
+            "the patch has no subject of its own", name, expected, patch.subject, _REWORD
+        )
     for header, (right, expected) in HEADERS.items():
         found = [line for line in lines if re.match(rf"\s*{header}\s*[:=]", line, re.IGNORECASE)]
         good = [line for line in found if re.fullmatch(right, line.rstrip())]
         if found != good or (len(found) != 1 and header != "Needs"):
             what, said = f"{header} is missing or not as it should be", " / ".join(found)
-            yield ToolError(what, name, expected, said or "no such line", _REWORD)
+            yield ToolError(what, name, f"{header}: {expected}", said or "no such line", _REWORD)
     if (expected := f"Signed-off-by: {IDENTITY}") not in lines:
         found = [line for line in lines if re.match(r"\s*signed\W*off\W*by", line, re.IGNORECASE)]
         what, said = "the project's Signed-off-by is missing", " / ".join(found)
@@ -78,31 +73,3 @@ def _check_message(patch: Patch) -> Iterator[ToolError]:
     if not any(line.strip() and not _HEADER.fullmatch(line) for line in lines):
         expected = "why the patch is needed and what a user sees"
         yield ToolError("the message has no body", name, expected, next_step=_REWORD)
-
-
-def check_files(patch: Patch) -> Iterator[ToolError]:
-    """What a patch may not change. Paths outside the tree are refused by git."""
-    step = "take that file out of the commit, then: series export"
-    for file in patch.diff:
-        if file.is_binary_file:
-            yield ToolError("a binary file is changed", patch.name, "text", file.path, step)
-        if file.is_symlink or file.is_submodule:
-            yield ToolError("a link is changed", patch.name, "a regular file", file.path, step)
-    if not patch.diff:
-        step = "drop the commit, then: series export"
-        yield ToolError("the patch changes nothing", patch.name, next_step=step)
-
-
-def _check_lines(patch: Patch) -> Iterator[ToolError]:
-    before = patch.data[: len(patch.data) - len(patch.diff_bytes)].count(b"\n")
-    bad = [
-        f"{patch.name}:{before + (line.diff_line_no or 0)} ({file.path}:{line.target_line_no})"
-        for file in patch.diff
-        for hunk in file
-        for line in hunk
-        if line.is_added and _BAD_LINE.search(line.value)
-    ]
-    if bad:
-        what = "added lines end in blanks, or are conflict markers"
-        step = "remove them in the commit, then: series export"
-        yield ToolError(what, patch.name, "none", ", ".join(bad), step)

@@ -89,17 +89,11 @@ def export_series(
     changes |= dict.fromkeys(removed, "removed")
     if names != list(before):
         changes["series"] = "wrote"
-    if not check:
-        # By name only, so that a half-applied series loses nothing.
-        if lost := [name for name in removed if name not in drop]:
-            what, found = "patches of the series have no commit in the build tree", ", ".join(lost)
-            step = "to remove them: series export " + " ".join(f"--drop {name}" for name in lost)
-            raise ToolError(what, found=found, next_step=step)
-        for patch in new:
-            path = series_file.parent / patch.name
-            if patch.name not in before and path.exists() and path.read_bytes() != patch.data:
-                what = "a file that is not in the series stands where a new patch would go"
-                raise ToolError(what, where=path, next_step="move it away, then export again")
+    # By name only, so that a half-applied series loses nothing.
+    if (lost := [name for name in removed if name not in drop]) and not check:
+        what, found = "patches of the series have no commit in the build tree", ", ".join(lost)
+        step = "to remove them: series export " + " ".join(f"--drop {name}" for name in lost)
+        raise ToolError(what, found=found, next_step=step)
     proof = tree.record(git, new, project.pin)
     if tree.read_record(git) != proof:
         _prove_round_trip(git, new, commits)
@@ -125,14 +119,9 @@ def _exportable(git: Git) -> list[str]:
     if not commits:
         what = f"there is nothing to export, HEAD is {BASE_REF}; the series stays as it is"
         raise ToolError(what, git.path, next_step="python -m tools series apply")
-    merges = git.commits("--merges", f"{BASE_REF}..HEAD")
-    waiting = [c for c in commits if git.log(c, "%s").startswith(("fixup!", "squash!", "amend!"))]
-    unfit = dict.fromkeys(merges, "a merge commit has no patch")
-    unfit |= dict.fromkeys(waiting, "a commit waits to be squashed")
-    if unfit:
-        step = f"git -C {git.path} rebase -i --autosquash {BASE_REF}"
-        problems = [ToolError(w, found=git.log(c), next_step=step) for c, w in unfit.items()]
-        raise Problems("commits that cannot be patches", problems=problems)
+    if merges := git.commits("--merges", f"{BASE_REF}..HEAD"):
+        step = f"git -C {git.path} rebase -i {BASE_REF}"
+        raise ToolError("a merge commit has no patch", found=git.log(merges[0]), next_step=step)
     return commits
 
 

@@ -4,23 +4,21 @@
 import argparse
 import re
 import shutil
-import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomlkit
-from packaging.version import InvalidVersion, Version
 
 from tools.common.cli import ToolError, add_flag, count, tell
 from tools.common.files import staging
 from tools.common.git import Git
-from tools.common.pin import UNKNOWN, PinnedFile, Project
+from tools.common.pin import BaseWheel, PinnedFile, Project
 from tools.series import tree
 from tools.series.apply import apply_series
 from tools.series.export import export_series
 from tools.series.series import read_series
 from tools.series.tree import APPLIED_REF, BASE_REF, BRANCH
-from tools.source.fetch import Index, fetch, like_wheel, releases, version_of
+from tools.source.fetch import Index, fetch, releases
 
 # The other line's series on its own release, beside the new base.
 OLD_BASE, OLD_APPLIED = "refs/old/base", "refs/old/applied"
@@ -44,18 +42,18 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     release, and rebases the series in build/<line>/vllm. At a conflict it stops, and says how to go
     on with git. An error before the rebase leaves nothing behind. It never commits in this
     repository."""
-    other = Project(project.root, arguments.other, project.wheelhouse, project.offline)
+    other = Project(project.root, arguments.other)
     for place in (project.patches, inputs(project), project.tree):
         if place.exists():
             raise ToolError("the line is there already", place, next_step="name another release")
-    target = find_target(other, project.line)
+    pin = find_release(other, project.line)
     try:
-        git = set_up(other, project, target)
+        git = set_up(other, project, pin)
         trials = try_all(git)
     except BaseException:
         remove(project)
         raise
-    print(summary(trials, target.source))
+    print(summary(trials, project.pin.source))
     if arguments.dry_run:
         remove(project)
     else:
@@ -71,56 +69,42 @@ def remove(project: Project) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Target(NamedTuple):
-    """``upstream.toml`` on the new release, but for the id of its tree."""
-
-    pin: Any  # a document of tomlkit: comments and other keys stay
-    source: PinnedFile
-
-
-def find_target(other: Project, line: str) -> Target:
-    """Find the release that a line is named for on the package index, and get its source."""
-    try:
-        version = Version(line)
-    except InvalidVersion:
-        version = Version("0")
-    if f"v{version}" != line:
-        raise ToolError("a line is named for its release", "--on", "a name such as v1.2.3", line)
-    old, index = other.pin, Index()
+def find_release(other: Project, line: str) -> Any:
+    """``upstream.toml`` for the release that a line is named for, but for the id of its tree."""
+    old, index, version = other.pin, Index(), line.removeprefix("v")
     files = index.files(old.source.distribution)
-    archives = (file for file in files if file.link.filename.endswith(".tar.gz"))
-    found = next((file for file in archives if version_of(file) == version), None)
-    if found is None:
-        what = "the package index has no source archive of this version"
-        newest = f"a release; the newest are {', '.join(map(str, releases(files)[-5:]))}"
-        raise ToolError(what, old.source.distribution, newest, version, "check the version")
-    if found.link.is_yanked:
-        print(f"note: {found.link.filename} is withdrawn on the package index")
+    named = {file.link.filename: file for file in files}
+    found = named.get(f"{old.source.distribution}-{version}.tar.gz")
+    if found is None or line != f"v{version}":
+        what = "a line is named for a release that the package index has as a source archive"
+        expected = f"as v1.2.3; the newest are {', '.join(map(str, releases(files)[-5:]))}"
+        raise ToolError(what, "--on", expected, line)
     source = index.pin(found)
-    commit = _stated_commit(fetch(source, other)) or UNKNOWN
-    pin: Any = tomlkit.parse(other.pin_file.read_text(encoding="utf-8"))
-    release = {"version": source.version, "tag": f"v{version}"}
-    pin["release"].update(release | {"commit": commit})
+    fetch(source, other)
+    pin: Any = tomlkit.parse(other.pin_file.read_text(encoding="utf-8"))  # comments stay
+    pin["release"].update({"version": version, "tag": line, "commit": "unknown"})
     pin["source"].update({key: getattr(source, key) for key in _FILE})
     pin["source"].pop("submodule", None)
     for variant, wheel in pin.get("wheel", {}).items():
-        _find_wheel(other, index, version, variant, wheel)
-    return Target(pin, source)
+        _find_wheel(index, version, wheel, old.wheels.get(variant))
+    return pin
 
 
-def _find_wheel(other: Project, index: Index, version: Version, variant: str, wheel: Any) -> None:
+def _find_wheel(index: Index, version: str, wheel: Any, old: BaseWheel | None) -> None:
     """Pin the release's wheel like another line's one. A wheel for tests lends its kernels to any
     release. If there is none, the table of the wheel stays without a file."""
-    old = other.pin.wheels
-    files = [f for f in index.files(str(wheel["distribution"])) if version_of(f) == version]
+    # For the same interpreter and machine, and any C library.
+    kind = re.sub(r"linux_\d+_\d+", r"linux[\\w.]+", wheel["tag"])
+    files = [file for file in index.files(str(wheel["distribution"])) if file.version == version]
+    like = {name: f for f in files if re.search(rf"-{kind}\.whl$", name := f.link.filename)}
     wheel.pop("version", None)
-    if like := like_wheel(files, str(wheel["tag"])):
-        file = index.pin(like)
-    elif variant in old and old[variant].tests_only:
-        file = old[variant].file
+    if like:
+        file = index.pin(like[max(like)])
+    elif old and old.tests_only:
+        file = old.file
         wheel["version"] = file.version
     else:
-        print(f"note: there is no base wheel {variant} of vLLM {version}")
+        print(f"note: there is no base wheel {wheel['distribution']} of vLLM {version}")
         for key in _FILE:
             wheel.pop(key, None)
         return
@@ -128,18 +112,7 @@ def _find_wheel(other: Project, index: Index, version: Version, variant: str, wh
     wheel.update({key: getattr(file, key) for key in _FILE} | {"tag": tag})
 
 
-def _stated_commit(archive: Path) -> str:
-    """The beginning of the commit's id, if the archive's version module states it."""
-    with tarfile.open(archive) as tar:
-        modules = (m for m in tar if PurePosixPath(m.name).parts[1:] == ("vllm", "_version.py"))
-        module = next(modules, None)
-        file = tar.extractfile(module) if module else None
-        text = file.read().decode(errors="replace") if file else ""
-    match = re.search(r"^__commit_id__ = .*'g?([0-9a-f]{7,40})'", text, re.MULTILINE)
-    return match[1] if match else ""
-
-
-def set_up(other: Project, project: Project, target: Target) -> Git:
+def set_up(other: Project, project: Project, pin: Any) -> Git:
     """Make the new line without patches: its folders, and a build tree on the release that has the
     other line's commits too."""
     apply_series(other, read_series(other.series_file))  # refuses what would be lost
@@ -152,10 +125,11 @@ def set_up(other: Project, project: Project, target: Target) -> Git:
             text = path.read_text(encoding="utf-8")
             path.write_text(text.replace(f"build/{other.line}/", f"build/{project.line}/"), "utf-8")
     with staging(project.tree) as place:
-        archive = fetch(target.source, project)
-        git, tree_id = tree.unpack_source(archive, target.pin["source"]["archive_only"], place)
-        target.pin["release"]["tree"] = tree_id
-        project.pin_file.write_text(tomlkit.dumps(target.pin), encoding="utf-8")
+        source = pin["source"]
+        archive = project.downloads / str(source["filename"])
+        git, tree_id = tree.unpack_source(archive, source["archive_only"], place)
+        pin["release"]["tree"] = tree_id
+        project.pin_file.write_text(tomlkit.dumps(pin), encoding="utf-8")
         tree.commit_base(git, project.pin)
         place.rename(project.tree)
     git = Git(project.tree)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from unidiff.errors import UnidiffParseError
 from unidiff.patch import PatchSet
 
 from tools.common.cli import Problems, ToolError
@@ -20,28 +19,15 @@ from tools.common.pin import Pin
 PROJECT_NAME = "vLLM routed experts"
 PROJECT_EMAIL = "patches@vllm-routed-experts.invalid"
 IDENTITY = f"{PROJECT_NAME} <{PROJECT_EMAIL}>"
-# What may stand after "Upstream-Status:", and what its argument says.
-STATUSES = {
-    "Pending": "Pending [why it was not sent yet] (the reason may be left out)",
-    "Submitted": "Submitted [where: a link]",
-    "Backport": "Backport [the upstream commit or release]",
-    "Denied": "Denied [where, and why it is kept]",
-    "Inappropriate": "Inappropriate [why upstream would not want it]",
-}
+STATUSES = ("Pending", "Submitted", "Backport", "Denied", "Inappropriate")
 STATUS = re.compile(rf"Upstream-Status: (?:Pending|(?:{'|'.join(STATUSES)}) \[\S[^\]]*\])")
 # For each header: the pattern of a correct line, and the text to show.
 HEADERS = {
-    "Upstream-Status": (
-        STATUS.pattern,
-        "Upstream-Status: " + "\n            or: ".join(STATUSES.values()),
-    ),
-    "Drop-when": (
-        r"Drop-when: \S.*",
-        "Drop-when: the condition under which nobody needs the patch",
-    ),
+    "Upstream-Status": (STATUS.pattern, f"{' or '.join(STATUSES)} [where or why]"),
+    "Drop-when": (r"Drop-when: \S.*", "the condition under which nobody needs the patch"),
     "Needs": (
         r"Needs: [^,\s]+\.patch(?:, [^,\s]+\.patch)*",
-        "Needs: one.patch, another.patch (or no such line)",
+        "one.patch, another.patch (or no such line)",
     ),
 }
 # Headers that only the series reads; upstream gets the message without them.
@@ -112,12 +98,7 @@ class Patch:
     @cached_property
     def diff(self) -> PatchSet:
         text = self.diff_bytes.decode("utf-8", "surrogateescape")
-        try:
-            return PatchSet(io.StringIO(text, newline="\n"))
-        except UnidiffParseError as error:
-            what, said = "the diff cannot be read", str(error).strip()
-            step = "restore the patch, or rewrite it: python -m tools series export"
-            raise ToolError(what, self.name, found=said, next_step=step) from error
+        return PatchSet(io.StringIO(text, newline="\n"))
 
 
 # Patches in order.

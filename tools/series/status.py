@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 def report(project: Project, offline: bool) -> Iterator[tuple[str, str]]:
     """Topics and texts; a problem with one does not hide the others."""
     pin = project.pin
-    yield "pin", f"vLLM {pin.version}, {pin.git_tag}, commit {pin.commit}"
+    yield "pin", f"vLLM {pin.version}, {pin.tag}, commit {pin.commit}"
     yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
     yield "newest", "unknown: not asked" if offline else newest_release(project)
     try:

@@ -4,10 +4,9 @@
 Refs and a record beside them tell which commits the patches reproduce.
 """
 
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-
-from backports import tarfile
 
 from tools.common.cli import ToolError
 from tools.common.git import Git
@@ -25,7 +24,7 @@ UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", 
 def base_message(pin: Pin) -> str:
     """The base commit's message, which states the pin."""
     return (
-        f"vLLM {pin.version}\n\nRelease: {pin.git_tag}\nCommit: {pin.commit}\n"
+        f"vLLM {pin.version}\n\nRelease: {pin.tag}\nCommit: {pin.commit}\n"
         f"Source-sha256: {pin.source.sha256}\n"
     )
 
@@ -44,23 +43,15 @@ def unpack_source(archive: Path, archive_only: Sequence[str], into: Path) -> tup
     Returns it and the id of their tree. The archive's top directory and ``archive_only`` are left
     out.
     """
-
-    def below_top(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
-        name = member.name.partition("/")[2]
-        if not name or f"{name}/".startswith(tuple(f"{only}/" for only in archive_only)):
-            return None
-        return tarfile.data_filter(member.replace(name=name, deep=False), place)
-
-    try:
-        with tarfile.open(archive) as tar:
-            tar.extractall(into, filter=below_top)
-    except tarfile.FilterError as error:
-        what = "a member of the archive leaves the tree"
-        raise ToolError(what, archive, found=error) from error
+    command = ["tar", "-xf", str(archive.resolve()), "--strip-components=1", "--no-same-owner"]
+    done = subprocess.run(command, cwd=into, capture_output=True, text=True)
+    if done.returncode:
+        raise ToolError("the archive cannot be unpacked", archive, found=done.stderr.strip())
     git = Git(into)
     git.run("init", "-q", "--template=", "--object-format=sha1", f"--initial-branch={BRANCH}")
     # --force: the release tracks files that its own .gitignore names.
     git.run("add", "--force", "--all", ".")
+    git.run("rm", "-r", "--quiet", "--force", "--ignore-unmatch", "--", *archive_only)
     return git, git.text("write-tree")
 
 

@@ -7,11 +7,11 @@ import struct
 from pathlib import Path
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
-from tools.common.cli import add_downloads, add_path, add_tree
+from tools.common.cli import add_path, add_tree
 from tools.common.files import digest_of, replacing
 from tools.common.pin import Project
 from tools.source.fetch import fetch
-from tools.wheel.plan import Member, choose_base, plan_wheel, tree_series
+from tools.wheel.plan import Member, choose_base, plan_wheel, tree_series, wheel_name
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # the zip format's first
 
@@ -20,7 +20,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", required=True, help="a base wheel: cpu, cuda or cuda-aarch64")
     add_tree(parser)
     add_path(parser, "--out", "where it goes (default: build/<line>/wheels)")
-    add_downloads(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -45,10 +44,10 @@ def build_wheel(project: Project, variant: str, out: Path) -> Path:
     # Release 0 is the name of a wheel without patches.
     number = project.release if series else 0
     with ZipFile(fetch(base.file, project)) as wheel:
-        plan = plan_wheel(wheel, base, git, project.pin, series, number)
-        path = out / plan.filename
+        members = plan_wheel(wheel, base, git, project.pin, series, number)
+        path = out / wheel_name(project.pin, base, number)
         with replacing(path) as file, ZipFile(file, "w", allowZip64=False) as new:
-            for member in plan.members:
+            for member in members:
                 _add(new, member, wheel)
     return path
 

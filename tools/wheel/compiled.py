@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from packaging.utils import parse_wheel_filename
-
-from tools.common.cli import Problems, ToolError, add_downloads, add_path
+from tools.common.cli import Problems, ToolError, add_path
 from tools.common.pin import Project
 from tools.source.fetch import fetch
-from tools.wheel.plan import PACKAGE, read_wheel_version
+from tools.wheel.plan import PACKAGE, base_of
 
 FRONT_END = f"{PACKAGE}/vllm-rs"
 MESSAGES = Path(__file__).with_name("messages.py")
@@ -30,7 +28,6 @@ _MODULE = re.compile(rb"\bvllm(?:\.[a-z_][a-z_0-9]*)+")
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
     add_path(parser, "--checkpoint", "of a model, for its tokenizer", required=True)
-    add_downloads(parser)
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -39,8 +36,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     files name are there. Messages to and from the compiled front end are the same bytes, and it
     gives the same answers. This Python must have what vLLM's messages need."""
     for path in arguments.wheels:
-        _, version, _, tags = parse_wheel_filename(path.name)
-        base, _ = read_wheel_version(project.pin, str(version), tags)
+        base = base_of(project.pin, path.name, project.release)
         print(f"checked: {check_wheel(fetch(base.file, project), path, arguments.checkpoint)}")
 
 

@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     for, as NAME=value lines. The labels of the image say the same."""
     pin, series = project.pin, read_series(project.series_file)
     base = choose_base(pin, arguments.variant)
-    print(f"PIN={pin.git_tag}@{pin.commit}")
+    print(f"PIN={pin.tag}@{pin.commit}")
     print(f"SERIES_FINGERPRINT={fingerprint(series, pin)}")
     print(f"WHEEL_VERSION={wheel_version(pin, base, project.release if series else 0)}")
     print(f"PURPOSE={'tests-never-published' if base.tests_only else 'serving'}")

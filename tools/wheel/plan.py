@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every member of the patched wheel must be: the base wheel with the series laid over it.
-
-``build`` writes this plan, ``verify`` compares a wheel with it. The bytes of the result depend on
-pin, series and release number alone.
-"""
+"""What every member of the patched wheel is: the base wheel with the series laid over it. The bytes
+depend on pin, series and release number alone."""
 
 import base64
 import csv
@@ -11,7 +8,6 @@ import hashlib
 import io
 import re
 import uuid
-from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import NamedTuple
 from zipfile import ZipFile, ZipInfo
@@ -21,7 +17,7 @@ from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.output import make_outputter
 from cyclonedx.schema import OutputFormat, SchemaVersion
-from packaging.tags import Tag, parse_tag
+from packaging.tags import parse_tag
 from packaging.version import Version
 
 from tools.common.cli import ToolError
@@ -42,26 +38,20 @@ BUILD_INPUTS = (
 
 
 class Member(NamedTuple):
-    """A file of the wheel: new bytes, or the member ``info`` of the base wheel."""
+    """A file of the wheel: new bytes, or those of the member ``info`` of the base wheel."""
 
     name: str
-    sha256: bytes
-    size: int
     data: bytes | None
-    info: ZipInfo | None
-    why: str  # whose file it must equal
+    info: ZipInfo | None = None
 
-    def record(self) -> tuple[str, str, str]:
-        digest = base64.urlsafe_b64encode(self.sha256).rstrip(b"=").decode()
-        return self.name, f"sha256={digest}", str(self.size)
-
-
-class Plan(NamedTuple):
-    """Every member in order; RECORD comes last."""
-
-    filename: str
-    dist_info: str
-    members: list[Member]
+    def record(self, wheel: ZipFile) -> tuple[str, str, int]:
+        """Its line in RECORD."""
+        data = self.data
+        if data is None:
+            assert self.info is not None
+            data = wheel.read(self.info)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        return self.name, f"sha256={digest}", len(data)
 
 
 def wheel_version(pin: Pin, base: BaseWheel, release: int) -> str:
@@ -70,19 +60,17 @@ def wheel_version(pin: Pin, base: BaseWheel, release: int) -> str:
     return str(Version(f"{pin.version}+{'.'.join(filter(None, parts))}"))
 
 
-def read_wheel_version(pin: Pin, version: str, tags: Collection[Tag]) -> tuple[BaseWheel, int]:
-    """Base wheel and release number that a version of ours names.
+def wheel_name(pin: Pin, base: BaseWheel, release: int) -> str:
+    return f"{PACKAGE}-{wheel_version(pin, base, release)}-{base.tag}.whl"
 
-    Base wheels of several machines give one version; the tags decide between those.
-    """
-    parts = (Version(version).local or "").split(".")
-    number = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
-    found = [base for base in pin.wheels.values() if version == wheel_version(pin, base, number)]
-    if not found:
-        expected = dict.fromkeys(wheel_version(pin, base, 1) for base in pin.wheels.values())
-        what = "this version is not one of this project's overlays on this pin"
-        raise ToolError(what, expected=" or ".join(expected), found=version)
-    return next((base for base in found if parse_tag(base.tag) & set(tags)), found[0]), number
+
+def base_of(pin: Pin, name: str, release: int) -> BaseWheel:
+    """The base wheel of a patched wheel that has this name."""
+    names = {wheel_name(pin, base, release): base for base in pin.wheels.values()}
+    if name not in names:
+        what = "this is not the name of a wheel of this series and this release"
+        raise ToolError(what, expected=" or ".join(names), found=name)
+    return names[name]
 
 
 def tree_series(project: Project) -> tuple[Git, Series]:
@@ -107,8 +95,8 @@ def choose_base(pin: Pin, variant: str) -> BaseWheel:
 
 def plan_wheel(
     wheel: ZipFile, base: BaseWheel, git: Git, pin: Pin, series: Series, release: int
-) -> Plan:
-    """What every member of the patched wheel must be.
+) -> list[Member]:
+    """Every member of the patched wheel in order; RECORD comes last.
 
     Refuses a series that changes what only a real build can turn into a wheel.
     """
@@ -129,45 +117,30 @@ def plan_wheel(
         name = info.filename
         if name.startswith(f"{old_dist_info}/"):
             inner = name.removeprefix(f"{old_dist_info}/")
+            data = None
             if inner in ("METADATA", "WHEEL"):
                 edit = _name_metadata if inner == "METADATA" else _name_wheel
-                text = edit(wheel.read(info).decode(), version, base)
-                name = f"{dist_info}/{inner}"
-                metadata.append(_new(name, text.encode(), f"the new {inner}", info))
-            elif not inner.startswith("RECORD"):  # nor its signatures, which are no longer true
-                metadata.append(_kept(wheel, info, f"{dist_info}/{inner}"))
+                data = edit(wheel.read(info).decode(), version, base).encode()
+            if not inner.startswith("RECORD"):  # nor its signatures, which are no longer true
+                metadata.append(Member(f"{dist_info}/{inner}", data, info))
         elif name == VERSION_MODULE:
             text = _name_version_module(wheel.read(info).decode(), version)
-            package.append(_new(name, text.encode(), "the generated version module", info))
+            package.append(Member(name, text.encode(), info))
         elif name in fresh or (name in tree and name.endswith(".py")):
             # Edits that the base wheel has beyond the release are left out.
-            if name not in fresh and wheel.read(info) == tree[name]:
-                package.append(_kept(wheel, info, name, "patched tree"))
-            else:
-                package.append(_new(name, tree[name], "patched tree", info))
+            is_kept = name not in fresh and wheel.read(info) == tree[name]
+            package.append(Member(name, None if is_kept else tree[name], info))
         elif name not in changes and (not base.tests_only or _KERNEL.search(name)):
-            package.append(_kept(wheel, info, name))
+            package.append(Member(name, None, info))
     there = {info.filename for info in infos}
-    for name in sorted(fresh - there):
-        package.append(_new(name, tree[name], "patched tree"))
+    package += [Member(name, tree[name]) for name in sorted(fresh - there)]
     sbom = make_sbom(pin, base, series, version)
     name = f"{dist_info}/sboms/vllm-routed-experts.cdx.json"
-    members = [*package, *metadata, _new(name, sbom, "the bill of materials")]
+    members = [*package, *metadata, Member(name, sbom)]
     name, out = f"{dist_info}/RECORD", io.StringIO()
-    rows = [member.record() for member in members]
+    rows = [member.record(wheel) for member in members]
     csv.writer(out, lineterminator="\n").writerows([*rows, (name, "", "")])
-    members.append(_new(name, out.getvalue().encode(), "its own members"))
-    return Plan(f"{PACKAGE}-{version}-{base.tag}.whl", dist_info, members)
-
-
-def _new(name: str, data: bytes, why: str, info: ZipInfo | None = None) -> Member:
-    return Member(name, hashlib.sha256(data).digest(), len(data), data, info, why)
-
-
-def _kept(wheel: ZipFile, info: ZipInfo, name: str, why: str = "base wheel") -> Member:
-    with wheel.open(info) as file:
-        digest = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
-    return Member(name, digest, info.file_size, None, info, why)
+    return [*members, Member(name, out.getvalue().encode())]
 
 
 def _replace(what: str, text: str, pattern: str, line: str) -> str:
@@ -215,44 +188,34 @@ def _name_version_module(text: str, version: str) -> str:
 
 # The zip format's first date: the bytes must not depend on when the wheel is made.
 _DATE = datetime(1980, 1, 1, tzinfo=UTC)
-# A file that a wheel is made of: name, sha256, and facts.
-Input = tuple[str, str, dict[str, str]]
-
-
-def list_inputs(pin: Pin, base: BaseWheel, series: Series) -> list[Input]:
-    """Source archive, base wheel and every patch, in order."""
-    source, wheel = pin.source, base.file
-    below = {"role": "base wheel", "trusted_by": base.trusted_by}
-    found: list[Input] = [
-        (source.filename, source.sha256, {"role": "source archive", "commit": pin.commit}),
-        (wheel.filename, wheel.sha256, below),
-    ]
-    for number, patch in enumerate(series, start=1):
-        digest, name = hashlib.sha256(patch.data).hexdigest(), f"patches/{pin.line}/{patch.name}"
-        found.append((name, digest, {"role": "patch", "position": str(number)}))
-    return found
 
 
 def make_sbom(pin: Pin, base: BaseWheel, series: Series, version: str) -> bytes:
-    """The bill of materials: base wheel, source archive and every patch, by digest."""
+    """The bill of materials: source archive, base wheel and every patch, by digest."""
     key = f"{fingerprint(series, pin)} {base.file.sha256} {version}"
     bom = Bom(serial_number=uuid.uuid5(uuid.NAMESPACE_URL, key))
     bom.metadata.timestamp = _DATE
     wheel = Component(name="vllm", version=version, type=ComponentType.LIBRARY, bom_ref="wheel")
     bom.metadata.component = wheel
-    parts = [
-        Component(
+
+    def add(name: str, sha256: str, **facts: str) -> None:
+        part = Component(
             name=name,
             type=ComponentType.FILE,
             bom_ref=name,
-            hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)],
+            hashes=[HashType(alg=HashAlgorithm.SHA_256, content=sha256)],
             properties=[
                 Property(name=f"vllm-routed-experts:{k}", value=v) for k, v in facts.items()
             ],
         )
-        for name, digest, facts in list_inputs(pin, base, series)
-    ]
-    bom.components.update(parts)
-    bom.register_dependency(wheel, parts)
+        bom.components.add(part)
+        bom.register_dependency(wheel, [part])
+
+    source, below = pin.source, base.file
+    add(source.filename, source.sha256, role="source archive", commit=pin.commit)
+    add(below.filename, below.sha256, role="base wheel", trusted_by=base.trusted_by)
+    for number, patch in enumerate(series, start=1):
+        digest = hashlib.sha256(patch.data).hexdigest()
+        add(f"patches/{pin.line}/{patch.name}", digest, role="patch", position=str(number))
     text = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=2)
     return text.encode() + b"\n"
