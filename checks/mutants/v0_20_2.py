@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "rows lost when their block leaves the window",
         MANAGER,
-        "            if self._frees_early:\n",
+        "            if self.frees_early:\n",
         "            if False:\n",
         setups="window",
     ),
@@ -107,8 +107,8 @@ MUTANTS = [
     Mutant(
         "external KV taken unasked",
         KV_TRANSFER,
-        "        takes_kv = asks or not returns_rows\n",
-        "        takes_kv = True\n",
+        "        return asks or not self._manager.returns_rows(request)\n",
+        "        return True\n",
     ),
     Mutant(
         "steps in flight count after a failed load",
@@ -119,8 +119,36 @@ MUTANTS = [
     Mutant(
         "only the first block of a request noted",
         MANAGER,
-        "            block_ids[self.group_id].copy(),\n",
-        "            block_ids[self.group_id][:1],\n",
+        "            prefix + block_ids[self.group_id][len(prefix) :],\n",
+        "            prefix + block_ids[self.group_id][len(prefix) :][:1],\n",
+    ),
+    Mutant(
+        "rows before the sliding window not copied",
+        MANAGER,
+        "            self.rows.hold(rows, len(prefix) * size)\n",
+        "            pass\n",
+        setups="window",
+    ),
+    Mutant(
+        "rows before the sliding window used while they are on their way",
+        CACHE,
+        " if steps else manager.step + 1\n",
+        " if steps else NEVER\n",
+        setups="window",
+    ),
+    Mutant(
+        "rows before the sliding window used before earlier steps are processed",
+        CACHE,
+        "        next_step = steps[0].number if steps else",
+        "        next_step =",
+        setups="window",
+    ),
+    Mutant(
+        "blocks that a pass found before the sliding window kept for the next pass",
+        MANAGER,
+        "        self.prefixes.clear()\n",
+        "",
+        setups="window",
     ),
     Mutant(
         "rows of a shared block that were lost count as there",

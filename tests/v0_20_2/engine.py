@@ -353,7 +353,8 @@ class Engine:
             chunks = self.handed[req_id]
             first = self.starts.setdefault(req_id, start)
             assert start == first + sum(map(len, chunks))
-            oracle.check_rows(rows, start, step.passes[req_id], self.worker.kv)
+            tokens = self.requests[req_id].all_token_ids
+            oracle.check_rows(rows, start, tokens, step.passes[req_id], self.worker.kv)
             chunks.append(rows)
 
     # The end

@@ -13,6 +13,8 @@ import numpy as np
 
 # Of a place that nothing filled, or a load that failed.
 GARBAGE = 0
+# Of a position before a sliding window, whose KV the request does not read.
+UNSEEN = -1
 
 
 class KVCache:

@@ -16,7 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
 from vllm.v1.routed_experts_params import get_routed_experts_start
 
 from tests.sequence import next_token, prefix_digests, propose
-from tests.v0_20_2.kv import KVCache, make_rows
+from tests.v0_20_2.kv import UNSEEN, KVCache, make_rows
 
 MOE_LAYERS = (0, 1)
 # Sampled where the model read KV that is not of the request's tokens. Nobody may get it.
@@ -32,7 +32,8 @@ class Running:
     asks: bool
     # By KV cache group.
     block_ids: list[list[int]]
-    # The pass of each position that the request computed, or read when it ran last.
+    # The pass of each position that the request computed or read since it began or was resumed.
+    # UNSEEN where it did neither.
     passes: np.ndarray
     # Of the first token that the step processes.
     position: int = 0
@@ -95,7 +96,7 @@ class Worker:
             num_prompt_tokens=len(new.prompt_token_ids),
             asks=get_routed_experts_start(new.sampling_params) is not None,
             block_ids=[list(ids) for ids in new.block_ids],
-            passes=np.zeros(self.max_len, np.int64),
+            passes=np.full(self.max_len, UNSEEN),
             position=new.num_computed_tokens,
         )
 
@@ -108,6 +109,7 @@ class Worker:
             assert new_block_ids is not None
             request.tokens = list(cached.all_token_ids[req_id])
             request.block_ids = [list(ids) for ids in new_block_ids]
+            request.passes[:] = UNSEEN
         else:
             for blocks, new in zip(request.block_ids, new_block_ids or (), strict=False):
                 blocks += new

@@ -4,7 +4,7 @@ cache that somebody computed, and nothing that stays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -14,19 +14,23 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.routed_experts_params import get_routed_experts_start
 
 from tests.sequence import VOCABULARY, prefix_digests
-from tests.v0_20_2.kv import KVCache, read_rows
+from tests.v0_20_2.kv import UNSEEN, KVCache, read_rows
 
 
 def asks(request: Request) -> bool:
     return get_routed_experts_start(request.sampling_params) is not None
 
 
-def check_rows(rows: np.ndarray, start: int, passes: np.ndarray, kv: KVCache) -> None:
-    """Each row is of the pass whose KV the request used or made. No pass read wrong KV, or is
-    from before a reset."""
-    of_rows = read_rows(rows)
-    np.testing.assert_array_equal(of_rows, passes[start : start + len(rows)])
-    for number in of_rows.tolist():
+def check_rows(
+    rows: np.ndarray, start: int, tokens: Sequence[int], passes: np.ndarray, kv: KVCache
+) -> None:
+    """Each row is of a pass of the request's tokens, and of the one whose KV the request used or
+    made. No pass read wrong KV, or is from before a reset."""
+    of_rows, stop = read_rows(rows), start + len(rows)
+    seen = passes[start:stop]
+    np.testing.assert_array_equal(of_rows[seen != UNSEEN], seen[seen != UNSEEN])
+    for number, digest in zip(of_rows.tolist(), prefix_digests(tokens)[start:stop], strict=True):
+        assert kv.digests[number] == digest
         assert kv.is_good[number]
         assert number >= kv.first_valid
 
@@ -95,5 +99,6 @@ def check_nothing_left(scheduler: Scheduler) -> None:
     assert not manager.requests
     assert not manager.num_received
     assert not manager.num_cached
+    assert not manager.prefixes
     assert not manager.steps_in_flight
     assert not manager.failed_req_ids

@@ -67,8 +67,9 @@ SETUPS = {
     "hybrid, asynchronous batch queue": Setup(
         asynchronous=True, depth=3, sliding_window=True, num_blocks=24
     ),
-    # A hit holds the blocks of the window only: those before it may be evicted meanwhile.
-    "window only": Setup(sliding_window=True, full_attention=False),
+    # A hit holds the blocks of the window only: those before it may be evicted meanwhile. There is
+    # room for several prompts in a step, of which one may find what the other computes.
+    "window only": Setup(sliding_window=True, full_attention=False, chunk=40),
     "window only, batch queue": Setup(depth=3, sliding_window=True, full_attention=False),
     "window only, asynchronous batch queue": Setup(
         asynchronous=True, depth=4, sliding_window=True, full_attention=False
