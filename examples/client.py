@@ -32,6 +32,8 @@ PATH = "/inference/v1/generate"
 
 # (rows, layers, top-k): the experts that tokens chose.
 Rows = npt.NDArray[np.uint8 | np.uint16]
+# Of the shape of rows.
+Weights = npt.NDArray[np.float32 | np.float16]
 
 
 class RoutedExpertsError(ValueError):
@@ -56,6 +58,8 @@ class Completion:
             rows: those of its first positions.
         moe_top_k: how many experts each of `moe_layers` takes, if they differ. These are the first
             ids of its rows; the last one is repeated behind them. None if each takes K.
+        weights: of the shape of `rows`, float32 or float16: the weight that the router gave each
+            expert of `rows`. None unless `sampling_params` asked for them.
     """
 
     prompt: tuple[int, ...]
@@ -66,6 +70,7 @@ class Completion:
     moe_layers: tuple[int, ...]
     finish_reason: str | None = None
     moe_top_k: tuple[int, ...] | None = None
+    weights: Weights | None = None
 
     @property
     def prompt_rows(self) -> Rows:
@@ -100,7 +105,8 @@ def generate(
         url: of the server, without a path.
         prompt: P token ids.
         sampling_params: fields of vLLM's `SamplingParams`, for example `max_tokens`, `n`,
-            `seed` and `logprobs`.
+            `seed` and `logprobs`. With `return_routed_experts_weights` (vLLM v0.33.0), the
+            completions have weights.
         start: position of the first row wanted, 0 to P. Skip rows that you have already.
         stream: whether the answer comes in chunks, as tokens are sampled. The result is
             the same.
@@ -182,21 +188,32 @@ def decode_rows(text: str) -> Rows:
     Raises:
         RoutedExpertsError: not base64, not a `.npy`, pickled, or of another shape or dtype.
     """
+    return _decode(text, "routed_experts", np.uint8, np.uint16)
+
+
+def decode_weights(text: str) -> Weights:
+    """Decode the field `routed_experts_weights`, as `decode_rows` does: float32 or float16."""
+    return _decode(text, "routed_experts_weights", np.float32, np.float16)
+
+
+def _decode(text: str, field: str, *dtypes: type[np.generic]) -> npt.NDArray[Any]:
+    """Decode a field that has a (rows, layers, top-k) array of one of the dtypes."""
     try:
         data = io.BytesIO(b64decode(text, validate=True))
         # Never unpickle: that would run code from the server.
         rows = np.load(data, allow_pickle=False)
     except binascii.Error as e:
-        raise RoutedExpertsError(f"routed_experts is not base64: {e}") from e
+        raise RoutedExpertsError(f"{field} is not base64: {e}") from e
     except (ValueError, EOFError, OSError, MemoryError) as e:
-        raise RoutedExpertsError(f"routed_experts is no .npy file of numbers: {e}") from e
+        raise RoutedExpertsError(f"{field} is no .npy file of numbers: {e}") from e
     # `numpy.load` reads archives of arrays too.
     if not isinstance(rows, np.ndarray) or data.read(1):
-        raise RoutedExpertsError("routed_experts is not one .npy file")
-    if rows.ndim != 3 or rows.dtype not in (np.uint8, np.uint16):
+        raise RoutedExpertsError(f"{field} is not one .npy file")
+    if rows.ndim != 3 or rows.dtype not in dtypes:
+        wanted = " or ".join(dtype.__name__ for dtype in dtypes)
         raise RoutedExpertsError(
-            f"routed_experts is {rows.dtype} of shape {rows.shape}; "
-            f"wanted uint8 or uint16 of shape (rows, layers, top-k)"
+            f"{field} is {rows.dtype} of shape {rows.shape}; "
+            f"wanted {wanted} of shape (rows, layers, top-k)"
         )
     return rows
 
@@ -225,6 +242,9 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
     start, layers = routed[0]["routed_experts_start"], routed[0]["moe_layers"]
     top_k = routed[0].get("moe_top_k")
     pieces: list[Rows] = []
+    weighed = [part for part in routed if part.get("routed_experts_weights") is not None]
+    if len(weighed) not in (0, len(routed)):
+        raise RoutedExpertsError("some chunks with rows have weights, and some have none")
     for part in routed:
         end = start + sum(map(len, pieces))
         if part["num_prompt_tokens"] != len(prompt):
@@ -247,6 +267,13 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
                 f"{pieces[-1].dtype}, do not join"
             )
     rows = np.concatenate(pieces)
+    weights = None
+    if weighed:
+        weights = np.concatenate([decode_weights(p["routed_experts_weights"]) for p in weighed])
+        if weights.shape != rows.shape:
+            raise RoutedExpertsError(
+                f"the weights have shape {weights.shape}; wanted {rows.shape}, as rows have"
+            )
 
     wanted = len(prompt) + len(token_ids) - 1 - start
     aborted = finish_reason == "abort"
@@ -277,6 +304,7 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
         moe_layers=tuple(layers),
         finish_reason=finish_reason,
         moe_top_k=top_k and tuple(top_k),
+        weights=weights,
     )
 
 

@@ -188,6 +188,52 @@ def test_chunks_that_do_not_join_are_an_error(field: str, value: Any) -> None:
         join(PROMPT, chunks)
 
 
+def split_weights(weights: np.ndarray) -> list[dict[str, Any]]:
+    """Two chunks of a stream with rows, and with parts of `weights`."""
+    rows = make_rows(6)
+    parts = []
+    for span, tokens in ((slice(0, 4), SAMPLED[:1]), (slice(4, 6), SAMPLED[1:])):
+        choice = make_choice(rows[span], token_ids=tokens, logprobs=None)
+        choice["routed_experts_start"] = span.start
+        choice["routed_experts_weights"] = encode(weights[span])
+        parts.append({"choices": [choice]})
+    return parts
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_weights_come_with_their_rows(dtype: type) -> None:
+    weights = np.random.default_rng(0).random(make_rows(6).shape).astype(dtype)
+    whole = read(make_choice(make_rows(6), routed_experts_weights=encode(weights)))
+    (streamed,) = join(PROMPT, split_weights(weights))
+    for completion in (whole, streamed):
+        assert completion.weights is not None
+        assert completion.weights.dtype == dtype
+        np.testing.assert_array_equal(completion.weights, weights)
+    assert read(make_choice(make_rows(6))).weights is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        (encode(np.ones((5, 3, 2), np.float32)), r"shape \(5, 3, 2\); wanted \(6, 3, 2\)"),
+        (encode(np.ones((6, 3, 1), np.float32)), r"shape \(6, 3, 1\); wanted \(6, 3, 2\)"),
+        (encode(np.ones((6, 3, 2))), "routed_experts_weights is float64"),
+        (encode(make_rows(6)), "routed_experts_weights is uint8"),
+        ("not base64!", "routed_experts_weights is not base64"),
+    ],
+)
+def test_weights_of_another_form_are_an_error(weights: str, told: str) -> None:
+    with pytest.raises(RoutedExpertsError, match=told):
+        read(make_choice(make_rows(6), routed_experts_weights=weights))
+
+
+def test_chunk_with_rows_but_without_weights_is_an_error() -> None:
+    chunks = split_weights(np.ones(make_rows(6).shape, np.float32))
+    del chunks[1]["choices"][0]["routed_experts_weights"]
+    with pytest.raises(RoutedExpertsError, match="have weights, and some have none"):
+        join(PROMPT, chunks)
+
+
 def test_aborted_answer_may_have_fewer_rows() -> None:
     choice = make_choice(make_rows(5), finish_reason="abort")
     assert len(read(choice).rows) == 5
