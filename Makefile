@@ -89,7 +89,7 @@ PRISTINE := $(MADE)/pristine/.installed-$(PRISTINE_ID)
 INSTALL := $(UV) pip install --quiet --python $(PY) --no-deps --no-index --no-cache --link-mode copy
 
 .PHONY: help help-all demo demo-corrupt demo-pristine replay train-demo test test-lines test-line test-long fuzz \
-	clients client-venvs layouts mutants upstream-tests check check-patches lint format bench source apply export \
+	clients client-venvs layouts mutants upstream-tests check check-patches lint format bench apply export \
 	status line submit venv wheel install verify wheel-cuda verify-cuda release image image-test image-test-cuda \
 	lock lock-tools lock-clients clean distclean
 
@@ -176,10 +176,7 @@ bench: $(INSTALLED) $(PRISTINE) ## What the flag costs, engines in turns; small 
 
 ##@ Work on the series
 
-source: $(TOOLS_LOCKED) #> Get the pinned vLLM source
-	$(TOOLS) source fetch
-
-apply: source ## Apply the series: build/<line>/vllm, one commit per patch
+apply: $(TOOLS_LOCKED) ## Apply the series: build/<line>/vllm, one commit per patch
 	$(TOOLS) series apply
 
 export: $(TOOLS_LOCKED) ## Write the commits of the build tree back to patches/<line>/
@@ -375,7 +372,6 @@ build/clients/%: | $(TOOLS_LOCKED)
 
 $(BUILT): | $(TOOLS_LOCKED)
 	@echo "Building the patched CPU wheel"
-	$(TOOLS) source fetch
 	$(TOOLS) series apply
 	@rm -rf $(MADE)/wheels && mkdir -p $(MADE)/wheels
 	$(TOOLS) wheel build --variant cpu --out $(MADE)/wheels
@@ -390,7 +386,6 @@ $(INSTALLED): $(BUILT) | $(LOCKED)
 $(PRISTINE): | $(LOCKED)
 	@rm -rf $(MADE)/pristine/vllm
 	@echo "Building the CPU wheel of vLLM without the series, into $(MADE)/pristine"
-	$(TOOLS) source fetch
 	$(TOOLS) series apply --pristine --tree $(MADE)/pristine/vllm
 	@rm -rf $(MADE)/pristine/wheels $(MADE)/pristine/site $(MADE)/pristine/.installed-*
 	$(TOOLS) wheel build --variant cpu --tree $(MADE)/pristine/vllm --out $(MADE)/pristine/wheels

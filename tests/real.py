@@ -11,7 +11,7 @@ from harness.lines import installed
 from tools.common.cli import ToolError
 from tools.common.pin import PinnedFile, Project, lines
 from tools.series.series import Series, read_series
-from tools.source.fetch import fetch, fetch_source
+from tools.source.fetch import fetch
 
 PROJECT = Project(Path(__file__).resolve().parent.parent, installed())
 # Every line of this repository.
@@ -29,7 +29,7 @@ def real_series(project: Project = PROJECT) -> Series:
 def need_source(project: Project = PROJECT) -> None:
     """The pinned source, or a skipped test where it cannot be had."""
     try:
-        fetch_source(project)
+        fetch(project.pin.source, project)
     except ToolError as error:
         _skip_without_network(error)
 

@@ -13,7 +13,6 @@ from tools.common.pin import DEFAULT_LINE, Project
 _ROOT = Path(__file__).resolve().parent.parent
 
 PACKAGES = {
-    "source": ("fetch",),
     "series": ("apply", "export", "check", "line", "status"),
     "wheel": ("build", "identity", "verify", "compiled"),
     "locks": ("trim",),

@@ -153,7 +153,9 @@ def test_what_was_checked_is_not_checked_again(
     assert checked(series, *check_patches.CHECKS) == first
 
 
-def test_the_command_tells_of_every_patch_and_fails_with_one(series: Toy) -> None:
+def test_the_command_tells_of_every_patch_and_fails_with_one(
+    series: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     series.commit("[Core] Count", GOOD)
     series.commit("[Core] Break", {"vllm/rows.py": ROWS.replace("len(rows)", "0")})
     series.commit("[Core] Break the test", {"tests/test_count.py": TEST.replace("== 1", "== 2")})
@@ -163,7 +165,8 @@ def test_the_command_tells_of_every_patch_and_fails_with_one(series: Toy) -> Non
     series.unpack(series.root / "site")
     table = series.root / "table.md"
     names = ["count.patch", "break.patch", "break-the-test.patch"]
-    place = ("--installed", str(series.root / "site"), "--out", str(table))
+    monkeypatch.setattr(check_patches, "SITE", series.root / "site")
+    place = ("--out", str(table))
     assert "no such patch" in series.refuse("upstream", "check-patches", "another", *place)
     error = series.refuse("upstream", "check-patches", *names, *place)
     assert "break-the-test.patch, tests: 0 passed, 1 failed" in error

@@ -36,11 +36,11 @@ def test_wrong_usage_ends_with_status_two() -> None:
 
 
 def test_the_root_is_the_repository_of_the_tools(empty: Toy) -> None:
-    root = parser().parse_args(["source", "fetch"]).root
+    root = parser().parse_args(["series", "apply"]).root
     assert (root / "tools" / "__main__.py").is_file()
     assert Project(root).pin_file.is_file()
     empty.pin_file.unlink()
-    assert "the pin is missing" in empty.refuse("source", "fetch")
+    assert "the pin is missing" in empty.refuse("series", "apply")
 
 
 def test_a_failed_command_shows_itself_and_its_output_indented(tmp_path: Path) -> None:

@@ -170,10 +170,10 @@ APPLY = [
     (lambda toy: (toy.tree / ".git/rebase-merge").mkdir(), ["under way"]),
     (fuzz, ["does not apply", f"--before {NAMES[1]}", "$ git", "patch does not apply"]),
     (other_pin, ["belongs to another pin", f"expected: source sha256 {'0' * 64}"]),
-    (lambda toy: git(toy.tree, "update-ref", "-d", "refs/re/base"), ["not made by series ap"]),
+    (lambda toy: git(toy.tree, "update-ref", "-d", "refs/re/base"), ["there is no build tree"]),
 ]
 EXPORT = [
-    (lambda toy: toy.do("series", "apply", "--pristine"), ["nothing to export", "stays as it"]),
+    (lambda toy: toy.do("series", "apply", "--pristine"), ["no commit in the build tree"]),
     (Toy.dirty, ["not committed"]),
     (merge, ["a merge commit has no patch"]),
     (add("fixup! [Core] X", HEADERS), ["fixup! [Core] X", "git rebase -i"]),
@@ -186,12 +186,12 @@ EXPORT = [
     (add("[Core] Cut", HEADERS + "\n---\n\nnotes\n"), ["would not give back its commit"]),
 ]
 LIST = [
-    (lambda toy: (toy.patches / NAMES[1]).unlink(), ["a listed patch does not exist"]),
+    (lambda toy: (toy.patches / NAMES[1]).unlink(), ["found", NAMES[1]]),
     (lambda toy: (toy.patches / "stray.patch").write_text(""), ["a patch is not in the series"]),
     (lambda toy: toy.series_file.unlink(), ["there is no series file"]),
-    (lambda toy: toy.series_file.write_text("a.patch\n" * 2), ["a patch is listed twice"]),
-    (lambda toy: toy.series_file.write_text("../o.patch\n"), ["that of a patch beside it"]),
-    (lambda toy: toy.series_file.write_text("# a comment\n"), ["that of a patch beside it"]),
+    (lambda toy: toy.series_file.write_text("a.patch\n" * 2), ["names another patch", "a.patch"]),
+    (lambda toy: toy.series_file.write_text("../o.patch\n"), ["../o.patch"]),
+    (lambda toy: toy.series_file.write_text("# a comment\n"), ["# a comment"]),
 ]
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Git, free of the caller's configuration and environment. Nothing here knows about vLLM."""
 
-import io
 import os
 import shlex
 import subprocess
@@ -52,8 +51,7 @@ class Git:
         # The user named this tree: accept it whoever owns it.
         safe = ("-c", f"safe.directory={self.path.resolve()}")
         command = ["git", *_ARGUMENTS, *safe, *arguments]
-        path = {"PATH": os.environ.get("PATH", os.defpath)}
-        whole = path | _ENVIRONMENT | dict(env or {})
+        whole = {"PATH": os.environ.get("PATH", os.defpath), **_ENVIRONMENT, **(env or {})}
         done = subprocess.run(command, cwd=self.path, env=whole, input=stdin, capture_output=True)
         if done.returncode not in accept:
             what = f"a command failed with exit status {done.returncode}"
@@ -101,14 +99,3 @@ class Git:
     def changed(self, *arguments: str) -> list[str]:
         """The files that ``git diff`` with these arguments shows; a renamed file has two names."""
         return self._names("diff", "--no-renames", *arguments)
-
-    def contents(self, revision: str, *under: str) -> dict[str, bytes]:
-        """The bytes of every file of a tree, by path, from one process."""
-        paths = self.files(revision, *under)
-        names = "".join(f"{revision}:{path}\n" for path in paths)
-        data = self.run("cat-file", "--batch", stdin=names.encode(errors="surrogateescape"))
-        out, found = io.BytesIO(data.stdout), {}
-        for path in paths:
-            found[path] = out.read(int(out.readline().split()[-1]))
-            out.readline()
-        return found

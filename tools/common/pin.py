@@ -59,8 +59,6 @@ def load_pin(path: Path) -> Pin:
         expected = f"one of the lines {', '.join(lines(path.parents[2])) or '(there is none)'}"
         step = "name a line: --on; or git checkout patches"
         raise ToolError("the pin is missing", path, expected, next_step=step) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ToolError("the pin is not valid TOML", where=path, found=error) from error
 
     def take(kind: Any, table: str, values: dict[str, Any]) -> Any:
         """Those values of a table that a type has."""

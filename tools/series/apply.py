@@ -14,7 +14,6 @@ from tools.common.pin import Project
 from tools.series import tree
 from tools.series.series import Patch, Series, choose, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
-from tools.source.fetch import fetch_source
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +24,14 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Bring the build tree to the pinned release plus one commit per patch. All or nothing:
-    a patch that does not fit exactly changes nothing. The commit ids are the same on every
-    machine. Refuses over uncommitted changes, and over commits that the series cannot give back."""
+    """Bring the build tree to the pinned release plus one commit per patch. The release is
+    downloaded, from the index that PIP_INDEX_URL names, if it does not lie in build/downloads. A
+    patch that does not fit exactly changes nothing. The commit ids are the same on every machine.
+    Refuses over uncommitted changes, and over commits that the series cannot give back."""
     series = Series() if arguments.pristine else read_series(project.series_file)
     if arguments.before:
         (patch,) = choose(series, [arguments.before])
         series = series[: series.index(patch)]
-    if not project.tree.exists():
-        print(f"source: {fetch_source(project)}")
     changed = apply_series(project, series, discard=arguments.discard)
     state = "applied" if changed else "nothing to do"
     print(f"{state}: {len(series)} patches on {project.pin.tag} in {project.tree}")

@@ -57,9 +57,8 @@ def check_patch(patch: Patch) -> Iterator[ToolError]:
     lines, name = patch.body.splitlines(), patch.name
     if not slug(patch.subject) or _WAITING.match(patch.subject):
         expected = "Subject: [PATCH] [Area] What it adds"
-        yield ToolError(
-            "the patch has no subject of its own", name, expected, patch.subject, _REWORD
-        )
+        what = "the patch has no subject of its own"
+        yield ToolError(what, name, expected, patch.subject, _REWORD)
     for header, (right, expected) in HEADERS.items():
         found = [line for line in lines if re.match(rf"\s*{header}\s*[:=]", line, re.IGNORECASE)]
         good = [line for line in found if re.fullmatch(right, line.rstrip())]

@@ -61,11 +61,10 @@ def draft_series(git: Git, commits: Sequence[str], old: Series) -> Series:
         drafts.append(Patch(stated[1].decode() if stated else name, draft.data))
     names = [draft.name for draft in drafts]
     # The name of a removed patch may be taken again; two patches of one export may not clash.
-    if bad := [name for name in names if names.count(name) > 1 or name == ".patch"]:
-        what = "no name" if bad[0] == ".patch" else "two patches would have the same file name"
+    if bad := [name for name in names if names.count(name) > 1]:
         found = " / ".join(draft.subject for draft in drafts if draft.name == bad[0])
         step = "reword one: in the build tree, git rebase -i refs/re/base"
-        raise ToolError(what, bad[0], "names that differ", found, step)
+        raise ToolError("two patches would have the same file name", bad[0], None, found, step)
     return tuple(drafts)
 
 
@@ -77,9 +76,8 @@ def export_series(
     Returns what was done, by file. With ``check`` everything is done but the writing.
     """
     git, series_file = tree.open_settled(project), project.series_file
-    commits = _exportable(git)
     old = read_series(series_file) if series_file.exists() else Series()
-    new = draft_series(git, commits, old)
+    new = draft_series(git, _exportable(git), old)
     names = [patch.name for patch in new]
     if problems := [problem for patch in new for problem in check_patch(patch)]:
         raise Problems("commits that break the rules of the series", problems=problems)
@@ -96,7 +94,7 @@ def export_series(
         raise ToolError(what, found=found, next_step=step)
     proof = tree.record(git, new, project.pin)
     if tree.read_record(git) != proof:
-        _prove_round_trip(git, new, commits)
+        _prove_round_trip(git, new)
     if not check:
         if changes:  # what stops in between can be done again
             for patch in new:
@@ -112,31 +110,20 @@ def export_series(
 def _exportable(git: Git) -> list[str]:
     """The commits above the base, oldest first; refuses what cannot be a series."""
     if git.run("merge-base", "--is-ancestor", BASE_REF, "HEAD", accept=(0, 1)).returncode:
-        what, onto = "HEAD does not stand on the base commit", f"--onto {BASE_REF}"
-        step = f"put your commits on it: git -C {git.path} rebase -i {onto} <the one before yours>"
-        raise ToolError(what, where=git.path, found=git.log("HEAD"), next_step=step)
-    commits = git.commits(f"{BASE_REF}..HEAD")
-    if not commits:
-        what = f"there is nothing to export, HEAD is {BASE_REF}; the series stays as it is"
-        raise ToolError(what, git.path, next_step="python -m tools series apply")
+        step = f"git -C {git.path} rebase -i --onto {BASE_REF} <the commit before yours>"
+        raise ToolError("HEAD does not stand on the base commit", git.path, next_step=step)
     if merges := git.commits("--merges", f"{BASE_REF}..HEAD"):
         step = f"git -C {git.path} rebase -i {BASE_REF}"
         raise ToolError("a merge commit has no patch", found=git.log(merges[0]), next_step=step)
-    return commits
+    return git.commits(f"{BASE_REF}..HEAD")
 
 
-def _prove_round_trip(git: Git, series: Series, commits: Sequence[str]) -> None:
-    """Apply what would be written: each patch must give back its commit's tree and message."""
-
-    def words(commit: str) -> list[bytes]:
-        return FILENAME.sub(b"", git.log(commit, "%B").encode() + b"\n").split()
-
+def _prove_round_trip(git: Git, series: Series) -> None:
+    """Apply what would be written: each commit must give the same patch again."""
     with scratch_worktree(git) as scratch:
-        for patch, commit in zip(series, commits, strict=True):
-            again = am(scratch, patch)
-            same_tree = git.tree_id(again) == git.tree_id(commit)
-            if not same_tree or words(again) != words(commit):
-                what = "a patch would not give back its commit"
-                expected = "the same message" if same_tree else "the same files"
-                step = "look for a line in the message that begins like a diff, such as ---"
-                raise ToolError(what, git.log(commit), expected, git.log(again), step)
+        again = draft_series(git, [am(scratch, patch) for patch in series], series)
+    for patch, other in zip(series, again, strict=True):
+        if patch != other:
+            step = "look for a line in the message that begins like a diff, such as ---"
+            what = "a patch would not give back its commit"
+            raise ToolError(what, patch.name, next_step=step)

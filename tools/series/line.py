@@ -5,7 +5,7 @@ import argparse
 import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomlkit
 
@@ -23,8 +23,6 @@ from tools.source.fetch import Index, fetch, releases
 # The other line's series on its own release, beside the new base.
 OLD_BASE, OLD_APPLIED = "refs/old/base", "refs/old/applied"
 OLD = f"{OLD_BASE}..{OLD_APPLIED}"
-CLEAN = "clean"
-CONFLICT = "conflict"
 CONTAINED = "contained"
 # The patch that a commit of the build tree is of.
 _NAME = "%(trailers:key=Patch-Filename,valueonly)"
@@ -57,7 +55,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     if arguments.dry_run:
         remove(project)
     else:
-        rebase(git, project, [trial.name for trial in trials])
+        rebase(git, project, list(trials))
 
 
 def inputs(project: Project) -> Path:
@@ -135,8 +133,8 @@ def set_up(other: Project, project: Project, pin: Any) -> Git:
     git = Git(project.tree)
     git.fetch(other.tree, f"{BASE_REF}:{OLD_BASE}", f"{APPLIED_REF}:{OLD_APPLIED}")
     # Also for the person who goes on. Lines of a message may begin with "#".
-    for setting in ("merge.conflictStyle diff3", "core.commentChar ;"):
-        git.run("config", *setting.split())
+    git.run("config", "merge.conflictStyle", "diff3")
+    git.run("config", "core.commentChar", ";")
     return git
 
 
@@ -157,9 +155,7 @@ def rebase(git: Git, project: Project, names: list[str]) -> None:
         raise ToolError(what, git.log("REBASE_HEAD", _NAME), details=details)
     if git.commits(f"{BASE_REF}..HEAD"):
         export_series(project)
-        print(
-            git.text("-c", "core.abbrev=12", "range-diff", "--no-color", OLD, f"{BASE_REF}..HEAD")
-        )
+        print(git.text("range-diff", "--no-color", OLD, f"{BASE_REF}..HEAD"))
     series = read_series(project.series_file)
     for name in sorted(set(names) - {patch.name for patch in series}):
         print(f"left out: {name}")
@@ -174,28 +170,23 @@ def conflicts_in(said: bytes) -> list[str]:
     return [line.removeprefix("CONFLICT ") for line in lines if line.startswith("CONFLICT ")]
 
 
-class Trial(NamedTuple):
-    """What happens to a patch when those before it are resolved in their own favour."""
-
-    name: str
-    verdict: str  # CLEAN, CONTAINED or CONFLICT
-    conflicts: list[str]
-
-
-def try_all(git: Git) -> list[Trial]:
-    """Try every patch of the other line."""
-    trials: list[Trial] = []
+def try_all(git: Git) -> dict[str, str]:
+    """Try every patch of the other line, with those before it resolved in their own favour: where
+    each conflicts, CONTAINED, or nothing if it applies."""
+    found = {}
     git.run("checkout", "--quiet", "--detach", BASE_REF)
     for commit in git.commits(OLD):
-        done, verdict = git.run("cherry-pick", commit, accept=(0, 1)), CLEAN
+        name, said = git.log(commit, _NAME), ""
+        done = git.run("cherry-pick", commit, accept=(0, 1))
         if done.returncode:
-            verdict = CONFLICT if git.changed("--cached", "HEAD") else CONTAINED
+            conflicts = "; ".join(conflicts_in(done.stdout)) or "conflict"
+            said = conflicts if git.changed("--cached", "HEAD") else CONTAINED
             git.run("cherry-pick", "--abort")
-        if verdict == CONFLICT:
+        if said not in ("", CONTAINED):
             _favour(git, commit)
-        trials.append(Trial(git.log(commit, _NAME), verdict, conflicts_in(done.stdout)))
-        tell(f"{trials[-1].name}: {verdict}")
-    return trials
+        found[name] = said
+        tell(f"{name}: {said or 'applies'}")
+    return found
 
 
 def _favour(git: Git, commit: str) -> None:
@@ -208,15 +199,13 @@ def _favour(git: Git, commit: str) -> None:
     git.run("clean", "--quiet", "--force", "-d")
 
 
-def summary(trials: list[Trial], source: PinnedFile) -> str:
+def summary(trials: dict[str, str], source: PinnedFile) -> str:
     """How many patches apply, and where the others conflict."""
-    verdicts = [trial.verdict for trial in trials]
+    clean, contained = (list(trials.values()).count(said) for said in ("", CONTAINED))
     lines = [
         f"onto: vLLM {source.version}, {source.filename}, sha256 {source.sha256}",
-        f"{count(len(trials), 'patch', 'patches')}: {verdicts.count(CLEAN)} apply, "
-        f"{verdicts.count(CONFLICT)} conflict, {verdicts.count(CONTAINED)} are contained already",
+        f"{count(len(trials), 'patch', 'patches')}: {clean} apply, "
+        f"{len(trials) - clean - contained} conflict, {contained} are contained already",
+        *(f"  {name}: {said}" for name, said in trials.items() if said),
     ]
-    for trial in trials:
-        if trial.verdict != CLEAN:
-            lines.append(f"  {trial.name}: {'; '.join(trial.conflicts) or trial.verdict}")
     return "\n".join(lines)

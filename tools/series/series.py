@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unidiff.patch import PatchSet
 
-from tools.common.cli import Problems, ToolError
+from tools.common.cli import ToolError
 from tools.common.pin import Pin
 
 PROJECT_NAME = "vLLM routed experts"
@@ -140,17 +140,8 @@ def read_series(series_file: Path) -> Series:
     except FileNotFoundError:
         step = "restore it (git checkout patches), or make it: series export"
         raise ToolError("there is no series file", series_file, next_step=step) from None
-    problems = []
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            problems.append(ToolError("a patch is listed twice", series_file, found=name))
-        if Path(name).name != name or not name.endswith(".patch"):
-            what = "a name in the series is not that of a patch beside it"
-            problems.append(ToolError(what, series_file, "<what-it-adds>.patch", name))
-        elif not (series_file.parent / name).is_file():
-            step = "restore the file or delete the line"
-            what = "a listed patch does not exist"
-            problems.append(ToolError(what, series_file, None, name, step))
-    if problems:
-        raise Problems(f"the list of patches in {series_file} is wrong", problems=problems)
+    there = {path.name for path in series_file.parent.glob("*.patch")}
+    if bad := [name for name in names if name not in there or names.count(name) > 1]:
+        expected, found = "each line names another patch beside it", ", ".join(dict.fromkeys(bad))
+        raise ToolError("the list of patches is wrong", series_file, expected, found)
     return tuple(Patch(name, (series_file.parent / name).read_bytes()) for name in names)

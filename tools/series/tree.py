@@ -82,13 +82,10 @@ def commit_base(git: Git, pin: Pin) -> None:
 def open_tree(project: Project) -> Git:
     """The project's build tree; refuses one of another pin, or one that apply did not make."""
     git, pin = Git(project.tree), project.pin
-    apply = "python -m tools series apply"
-    if not git.path.exists():
-        raise ToolError("there is no build tree", where=git.path, next_step=apply)
     base = git.commit_id(BASE_REF) if (git.path / ".git").exists() else None
     if base is None:
-        what = "this directory was not made by series apply"
-        raise ToolError(what, git.path, next_step=f"move it away, then: {apply}")
+        step = "move away what lies there, then: python -m tools series apply"
+        raise ToolError("there is no build tree", git.path, next_step=step)
     message = git.log(base, "%B")
     if message != base_message(pin).strip() or git.tree_id(base) != pin.tree:
         expected, found = f"source sha256 {pin.source.sha256}", message.splitlines()[-1]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pinned files, and what the package index offers."""
 
-import argparse
 import logging
 import math
 import os
@@ -24,19 +23,6 @@ CHECK_NETWORK = "check the network and PIP_INDEX_URL, or put the file into build
 _CHUNK = 1 << 20
 
 
-def run(arguments: argparse.Namespace, project: Project) -> None:
-    """Get the pinned source archive, and print its name and digest. It is taken from
-    build/downloads, where a download goes. PIP_INDEX_URL names another package index."""
-    print(f"source: {fetch_source(project)}")
-
-
-def fetch_source(project: Project) -> str:
-    """Get the source; return its name and digest."""
-    source = project.pin.source
-    fetch(source, project)
-    return f"the source archive {source.filename}, sha256 {source.sha256}"
-
-
 def check_file(path: Path, pinned: PinnedFile, step: str) -> None:
     """Refuse a file that is not the pinned one; the file is left as it is."""
     expected = f"{pinned.size} bytes, sha256 {pinned.sha256}"
@@ -46,7 +32,7 @@ def check_file(path: Path, pinned: PinnedFile, step: str) -> None:
 
 
 def fetch(pinned: PinnedFile, project: Project) -> Path:
-    """The pinned file: from an earlier download, or downloaded now."""
+    """The pinned file: from build/downloads, or downloaded there now."""
     path = project.downloads / pinned.filename
     if path.exists():
         check_file(path, pinned, f"delete it, then run the command again: rm {path}")

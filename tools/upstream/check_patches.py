@@ -49,6 +49,7 @@ RUFF = (("ruff", "check", "--no-cache"), ("ruff", "format", "--check", "--no-cac
 MARKDOWN = ("rumdl", "check", "--no-cache")
 # The linter finds its configuration at the top of the tree by itself, newer releases' not.
 MARKDOWN_CONFIG = "tools/pre_commit/.markdownlint.yaml"
+HOOK_FOLDER = "tools/pre_commit"
 HOOKS = (
     *("check_spdx_header", "check_forbidden_imports", "check_torch_cuda", "validate_config"),
     *("check_boolean_context_manager", "check_init_lazy_imports"),
@@ -71,15 +72,11 @@ hooks (SPDX headers among them) pass on the files that it changes. Types: mypy f
 it does not find before the patch. Tests: the tests that the patch changes. A test that fails in \
 the same way on the release does not count."""
 
-_IN_PLACE = ("at its own place", "with all earlier patches and no later ones", "")
-_ALONE = ("alone", "on the release, above what its `Needs:` names", " ARGS=--alone")
-
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patches", nargs="*", metavar="PATCH", help="only these (default: all)")
     add_flag(parser, "--alone", "each on the release, above what its Needs: names only")
     add_path(parser, "--out", "where the table goes, as Markdown")
-    add_path(parser, "--installed", "the wheel's package directory (default: this Python's)")
 
 
 def run(arguments: argparse.Namespace, project: Project) -> None:
@@ -87,16 +84,13 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     files. mypy finds no new errors. The changed tests pass, or fail in the same way on the release.
     A finished check is not repeated, so you can go on after an interruption. The wheel of the
     series must be installed."""
-    installed, alone = arguments.installed or SITE, arguments.alone
-    verify_installed(project, installed)
-    git, series = open_tree(project), read_series(project.series_file)
-    checker = Checker(git, installed, project.build / "check-patches")
-    applied = git.commits(f"{BASE_REF}..HEAD")
+    series, checker = read_series(project.series_file), open_checker(project, "check-patches")
+    applied = checker.git.commits(f"{BASE_REF}..HEAD")
     commits = dict(zip((patch.name for patch in series), applied, strict=True))
     rows, failed = list[list[str]](), list[str]()
     for name in [patch.name for patch in choose(series, arguments.patches) or series]:
         commit, row = commits[name], [f"`{name}`"]
-        if alone:
+        if arguments.alone:
             needs = with_needs(series, [name])
             commit = checker.stand_alone(name, [commits[need] for need in needs])
         for check in CHECKS:
@@ -106,12 +100,17 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             if not found.good:
                 failed += [f"{name}, {check}: {found.said}", *found.details.splitlines()]
         rows.append(row)
+    if arguments.alone:
+        title, command = "alone", "make check-patches ARGS=--alone"
+        place = "on the release, above what its `Needs:` names"
+    else:
+        title, command = "at its own place", "make check-patches"
+        place = "with all earlier patches and no later ones"
     if arguments.out:
-        title, where, options = _ALONE if alone else _IN_PLACE
         about = (
             f"# Every patch {title}\n\n"
-            f"{len(rows)} patches on vLLM {project.pin.version}, each {where}, on a CPU. {_ABOUT} "
-            f"`make check-patches{options}` writes this file.\n\n"
+            f"{len(rows)} patches on vLLM {project.pin.version}, each {place}, on a CPU. {_ABOUT} "
+            f"`{command}` writes this file.\n\n"
             f"series: {fingerprint(series, project.pin)[:16]}\n"
         )
         lines = [about, *table(["Patch", *map(str.capitalize, CHECKS)], rows)]
@@ -119,7 +118,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     if failed:
         step = "correct the patch (CONTRIBUTING.md, Editing a patch)"
         raise ToolError("checks failed", arguments.out, next_step=step, details=failed)
-    print(f"series: {len(rows)} patches pass {'alone' if alone else 'in their places'}")
+    print(f"series: {len(rows)} patches pass {title}")
 
 
 class Finding(NamedTuple):
@@ -180,8 +179,7 @@ class Checker:
             found = "conflicts in " + ", ".join(git.changed("--diff-filter=U"))
             git.run("cherry-pick", "--abort")
             what = "a patch does not apply to the release with what it needs"
-            step = "name the patch that it stands on in its Needs:, or change it"
-            raise ToolError(what, name, found=found, next_step=step)
+            raise ToolError(what, name, found=found, next_step="correct its Needs:")
         return git.text("rev-parse", "HEAD")
 
     def _kept(self, name: str, make: Callable[..., Any], *arguments: object) -> Any:
@@ -213,15 +211,14 @@ class Checker:
     def _check_linters(self, commit: str) -> Finding:
         self._go_to(commit)
         python, markdown = self._files(commit, "*.py"), self._files(commit, "*.md")
-        commands = {}
-        if python:
-            commands = {" ".join(words[:2]): (*words, *python) for words in RUFF}
-            for hook in HOOKS:
-                commands[hook] = (sys.executable, f"tools/pre_commit/{hook}.py", *python)
-        if markdown:
-            config = ("--config", MARKDOWN_CONFIG) if (self.tree / MARKDOWN_CONFIG).exists() else ()
-            commands[" ".join(MARKDOWN[:2])] = (*MARKDOWN, *config, *markdown)
-        done = {name: self._run(*command) for name, command in commands.items()}
+        config = ("--config", MARKDOWN_CONFIG) if (self.tree / MARKDOWN_CONFIG).exists() else ()
+        commands = {
+            **{" ".join(words[:2]): (words, python) for words in RUFF},
+            **{hook: ((sys.executable, f"{HOOK_FOLDER}/{hook}.py"), python) for hook in HOOKS},
+            " ".join(MARKDOWN[:2]): ((*MARKDOWN, *config), markdown),
+        }
+        wanted = {name: [*words, *files] for name, (words, files) in commands.items() if files}
+        done = {name: self._run(*command) for name, command in wanted.items()}
         failed = {name: _tail(said) for name, (status, said) in done.items() if status}
         self._go_to(commit)
         details = "\n".join(f"{name}:\n{said}" for name, said in failed.items())
@@ -294,6 +291,12 @@ class Checker:
         if not results.is_file():
             self._go_to(commit)
         return testrun.run_file(file, self.tree, self.environment, results)
+
+
+def open_checker(project: Project, folder: str) -> "Checker":
+    """A checker of the build tree, for which the wheel of the series must be installed."""
+    verify_installed(project, SITE)
+    return Checker(open_tree(project), SITE, project.build / folder)
 
 
 def _tail(text: str) -> str:

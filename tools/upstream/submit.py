@@ -70,16 +70,15 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     you read it, answer for it and send it."""
     series, label = read_series(project.series_file), arguments.onto
     chosen = choose(series, arguments.patches)
-    if kept := [patch for patch in chosen if not patch.status.startswith(_SENDABLE)]:
-        expected = f"Upstream-Status: {' or '.join(_SENDABLE)}"
-        step = "leave it out, or change its status: CONTRIBUTING.md, Editing a patch"
-        name, status = kept[0].name, kept[0].status
-        raise ToolError("a patch is not for upstream", name, expected, status, step)
+    for patch in chosen:
+        if not patch.status.startswith(_SENDABLE):
+            expected = f"Upstream-Status: {' or '.join(_SENDABLE)}"
+            raise ToolError("a patch is not for upstream", patch.name, expected, patch.status)
     if problems := check_needs(series):
         raise Problems("the series breaks its rules", problems=problems)
     apply_series(project, series)
     clone, who = Git(arguments.clone), find_person(arguments.clone)
-    base = None if label.startswith("-") else clone.commit_id(label)
+    base = clone.commit_id(label)
     if base is None:
         step = "git fetch --tags origin"
         raise ToolError("the clone has no such ref", clone.path, None, label, step)
@@ -92,41 +91,30 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
             pick(git, patch, commit, label, who)
         head = git.text("rev-parse", "HEAD")
     branch = arguments.branch or chosen[0].name.removesuffix(".patch")
-    old = clone.commit_id(f"refs/heads/{branch}")
-    if old and old != head:
-        what, found = "a branch of this name exists; no branch was made", clone.log(old)
-        step = f"delete it: git -C {clone.path} branch -D {branch}; or: --branch"
-        raise ToolError(what, branch, found=found, next_step=step)
-    none = b"(the base has no template for pull requests)"
-    template = clone.contents(base, _TEMPLATE).get(_TEMPLATE, none)
+    clone.run("branch", "--no-track", branch, head)  # refuses a branch that exists
+    template = clone.text("show", f"{base}:{_TEMPLATE}", accept=(0, 128))
     below = [patch for patch, _ in stack if patch not in chosen]
     path = project.build / "submit" / f"{branch.replace('/', '-')}.md"
-    if not old:
-        clone.run("branch", "--no-track", branch, head)
-    write(path, render_request(label, chosen, below, template.decode(errors="replace")))
+    write(path, render_request(label, chosen, below, template))
     print(f"branch {branch}: {', '.join(patch.name for patch in chosen)}")
     if below:
-        names = ", ".join(patch.name for patch in below)
-        print(f"  stacked on {names}: these go first, or with it")
-    print(f"  pull request: {path}")
+        print(f"stacked on {', '.join(patch.name for patch in below)}: these go first, or with it")
+    print(f"pull request: {path}")
     print("Nothing was pushed. Read every changed line, run the test plan, fill in the dots.")
 
 
 def find_person(clone: Path) -> tuple[str, str]:
     """Name and address that git would commit with in a clone; a placeholder is refused."""
     if not (clone / ".git").exists():
-        step = "name the top directory of one: --clone <path>"
-        raise ToolError("this is not a clone of vLLM", clone, next_step=step)
+        raise ToolError("this is not the top directory of a clone of vLLM", clone)
     # With the user's own configuration, which the tools read nowhere else.
-    command = ["git", "-C", str(clone), "-c", "user.useConfigOnly=true"]
-    command += ["var", "GIT_COMMITTER_IDENT"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout
+    command = ["git", "-c", "user.useConfigOnly=true", "var", "GIT_COMMITTER_IDENT"]
+    said = subprocess.run(command, cwd=clone, capture_output=True, text=True).stdout
     match = re.match(r"(.+) <(\S+@\S+\.\S+)> ", said)
     if not match or match[2].endswith(".invalid"):
         what = "a sign-off is a person's, and git knows no person here"
-        expected = "the name and the address of who answers for the patch"
         step = "git config --global user.name '...'; git config --global user.email '...'"
-        raise ToolError(what, clone, expected, said.strip() or "nobody", step)
+        raise ToolError(what, clone, None, said.strip() or "nobody", step)
     return match[1], match[2]
 
 
@@ -139,14 +127,11 @@ def message_for(patch: Patch) -> str:
 def pick(git: Git, patch: Patch, commit: str, label: str, who: tuple[str, str]) -> None:
     """Put a patch on top, as the person's own commit."""
     if git.run("cherry-pick", "--no-commit", commit, accept=(0, 1)).returncode:
-        what = f"a patch does not fit {label}; no branch was made"
         found = "conflicts in " + ", ".join(git.changed("--diff-filter=U"))
         step = "put the patch that it needs into its Needs:; or choose a base nearer to the pin"
-        step += "; or begin a line there: series line"
-        raise ToolError(what, patch.name, found=found, next_step=step)
+        raise ToolError(f"a patch does not fit {label}", patch.name, None, found, step)
     if not git.changed("--cached", "HEAD"):
-        what = f"{label} contains a patch already; no branch was made"
-        raise ToolError(what, where=patch.name, next_step="leave it out")
+        raise ToolError(f"{label} contains a patch already", patch.name)
     words = ("commit", "--quiet", "--cleanup=verbatim", "--signoff", "-F", "-")
     env = identity(git.log(commit, "%aI"), *who)
     git.run(*words, stdin=message_for(patch).encode(), env=env)

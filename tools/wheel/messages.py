@@ -10,12 +10,9 @@ import json
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 import types
 import typing
-import urllib.error
 import urllib.request
 from typing import Any
 
@@ -36,18 +33,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 # Rows travel in these: a front end that knows no rows gets none.
 ROWS = {"routed_experts"}
 SIMPLE = {int: 3, float: 1.5, str: "a", bool: True, bytes: b"b"}
-
-
-def fields(cls: Any) -> dict[str, bool]:
-    """The fields of a message, and whether each must be given."""
-    if dataclasses.is_dataclass(cls):
-        missing = dataclasses.MISSING
-        return {
-            f.name: f.default is missing and f.default_factory is missing
-            for f in dataclasses.fields(cls)
-            if f.init
-        }
-    return {f.name: f.required for f in msgspec.structs.fields(cls)}
 
 
 def is_message(cls: Any) -> bool:
@@ -79,9 +64,9 @@ def sample(kind: Any) -> Any:
 def make(cls: Any, full: bool) -> Any:
     """A message with the fields that it must have, or with all that have a sample."""
     hints = typing.get_type_hints(cls)
-    names = fields(cls)
-    given = {name: sample(hints[name]) for name, required in names.items() if required}
-    for name in names if full else ():
+    fields = inspect.signature(cls).parameters
+    given = {n: sample(hints[n]) for n, field in fields.items() if field.default is field.empty}
+    for name in fields if full else ():
         value = None if name in ROWS or name in given else sample(hints[name])
         if value is not None:
             with contextlib.suppress(Exception):  # a value that does not go with the others
@@ -163,46 +148,31 @@ def answer_requests(inputs: int, outputs: int, requests: list[Any]) -> None:
 
 def serve(program: str, checkpoint: str) -> dict[str, Any]:
     """What the compiled front end answers when this Python is its engine."""
-    http, inputs, outputs = listen(), listen(), listen()
-    port, *engine = (place.getsockname()[1] for place in (http, inputs, outputs))
+    places = [listen() for _ in range(3)]  # for HTTP, the engine's inputs and its outputs
+    port, *engine = (place.getsockname()[1] for place in places)
     arguments = {"model_tag": checkpoint, "host": "127.0.0.1", "port": port}
     command = [program, "frontend", "--args-json", json.dumps(arguments)]
-    for option, place in zip(("", "input-", "output-"), (http, inputs, outputs), strict=True):
-        command += [f"--{option}listen{'er' if option else ''}-fd", str(place.fileno())]
-    kept = [place.fileno() for place in (http, inputs, outputs)]
+    for option, place in zip(("listen", "input-listener", "output-listener"), places, strict=True):
+        command += [f"--{option}-fd", str(place.fileno())]
+    kept = [place.fileno() for place in places]
     requests: list[Any] = []
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, pass_fds=kept, stdout=log, stderr=log)
+    with subprocess.Popen(command, pass_fds=kept, stdout=sys.stderr) as process:
         try:
-            inputs.close()
-            outputs.close()
+            for place in places:
+                place.close()
             thread = threading.Thread(target=answer_requests, args=(*engine, requests), daemon=True)
             thread.start()
             body = {"model": checkpoint, "prompt": [1, 2, 3], "max_tokens": 4, "seed": 5}
-            url = f"http://127.0.0.1:{port}/v1/"
-            deadline = time.monotonic() + 120
-            while ask(url + "models")[0] != 200:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    return {"status": 0, "text": log.read().decode(errors="replace")[-1000:]}
-                time.sleep(0.2)
-            status, answer = ask(url + "completions", body)
-            text = answer["choices"][0]["text"] if status == 200 else answer
-            return {"status": status, "text": text, "requests": requests}
+            url, headers = (
+                f"http://127.0.0.1:{port}/v1/completions",
+                {"content-type": "application/json"},
+            )
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+            # The port listens already: the answer comes when the front end is ready.
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return {"text": json.load(answer)["choices"][0]["text"], "requests": requests}
         finally:
             process.kill()
-
-
-def ask(url: str, body: Any = None) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-    except OSError as error:
-        return 0, str(error)
 
 
 if __name__ == "__main__":

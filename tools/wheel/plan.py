@@ -88,8 +88,8 @@ def tree_series(project: Project) -> tuple[Git, Series]:
 
 def choose_base(pin: Pin, variant: str) -> BaseWheel:
     if variant not in pin.wheels:
-        expected, step = " or ".join(pin.wheels), "name one of these: --variant"
-        raise ToolError("the pin has no such base wheel", None, expected, variant, step)
+        expected = " or ".join(pin.wheels)
+        raise ToolError("the pin has no such base wheel", "--variant", expected, variant)
     return pin.wheels[variant]
 
 
@@ -109,7 +109,8 @@ def plan_wheel(
     infos = [info for info in wheel.infolist() if not info.is_dir()]
     old_dist_info = "-".join(base.file.filename.split("-")[:2]) + ".dist-info"
     dist_info = f"{PACKAGE}-{version}.dist-info"
-    tree = git.contents("HEAD", PACKAGE)
+    # The work tree is that of HEAD: tree_series saw to it.
+    tree = {name: (git.path / name).read_bytes() for name in git.files("HEAD", PACKAGE)}
     # What the base wheel lacks or has in another version.
     fresh = tree.keys() if base.tests_only else changes & tree.keys()
     package, metadata = [], []
@@ -143,11 +144,11 @@ def plan_wheel(
     return [*members, Member(name, out.getvalue().encode())]
 
 
-def _replace(what: str, text: str, pattern: str, line: str) -> str:
+def _replace(text: str, pattern: str, line: str) -> str:
     new, count = re.subn(pattern, lambda _: line, text, flags=re.MULTILINE)
     if count != 1:
-        said = f"{what} of the base wheel is not as expected"
-        raise ToolError(said, expected=f"one line like {pattern}", found=f"{count} of them")
+        what = "the base wheel has not exactly one line like this"
+        raise ToolError(what, expected=pattern, found=count)
     return new
 
 
@@ -157,8 +158,8 @@ def _name_metadata(text: str, version: str, base: BaseWheel) -> str:
     Over kernels of another version it says that the wheel is for tests, and no index accepts it.
     """
     head, blank, body = text.partition("\n\n")
-    head = _replace("METADATA", head, r"^Name: .*$", "Name: vllm")
-    head = _replace("METADATA", head, r"^Version: .*$", f"Version: {version}")
+    head = _replace(head, r"^Name: .*$", "Name: vllm")
+    head = _replace(head, r"^Version: .*$", f"Version: {version}")
     # A package index has no local versions (torch==2.1+cpu): without this nothing installs.
     head = re.sub(r"^(Requires-Dist: [^;\n]*==\s*[\w.]+)\+[\w.]+", r"\1", head, flags=re.MULTILINE)
     if base.tests_only:
@@ -182,7 +183,7 @@ def _name_version_module(text: str, version: str) -> str:
     parts = (*parsed.release, *([parsed.local] if parsed.local else []))
     values = {"__version__ = version": version, "__version_tuple__ = version_tuple": parts}
     for name, value in values.items():
-        text = _replace("_version.py", text, rf"^{name} = .*$", f"{name} = {value!r}")
+        text = _replace(text, rf"^{name} = .*$", f"{name} = {value!r}")
     return text
 
 
