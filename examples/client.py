@@ -241,6 +241,46 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
         )
     start, layers = routed[0]["routed_experts_start"], routed[0]["moe_layers"]
     top_k = routed[0].get("moe_top_k")
+    rows, weights = _join(prompt, routed)
+    wanted = len(prompt) + len(token_ids) - 1 - start
+    aborted = finish_reason == "abort"
+    if start < 0 or not (len(rows) == wanted or (aborted and len(rows) < wanted)):
+        raise RoutedExpertsError(
+            f"the answer has {len(rows)} rows; {len(prompt)} prompt and {len(token_ids)} "
+            f"sampled tokens from position {start} make {wanted}"
+        )
+    if not layers or layers != sorted({*layers} & {*range(rows.shape[1])}):
+        raise RoutedExpertsError(
+            f"moe_layers is {layers}; wanted ascending numbers below {rows.shape[1]}"
+        )
+    most = rows.shape[2]
+    if top_k is not None and (
+        len(top_k) != len(layers) or {*top_k} - {*range(1, most + 1)} or most not in top_k
+    ):
+        raise RoutedExpertsError(
+            f"moe_top_k is {top_k}; wanted numbers up to {most} for {len(layers)} layers"
+        )
+    if np.delete(rows, layers, axis=1).any():
+        raise RoutedExpertsError(f"rows name experts in layers that moe_layers {layers} leaves out")
+    return Completion(
+        prompt=tuple(prompt),
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        rows=rows,
+        start=start,
+        moe_layers=tuple(layers),
+        finish_reason=finish_reason,
+        moe_top_k=top_k and tuple(top_k),
+        weights=weights,
+    )
+
+
+def _join(
+    prompt: Sequence[int], routed: Sequence[Mapping[str, Any]]
+) -> tuple[Rows, Weights | None]:
+    """The rows and weights of all parts that have some, each part's after those before it."""
+    start, layers = routed[0]["routed_experts_start"], routed[0]["moe_layers"]
+    top_k = routed[0].get("moe_top_k")
     pieces: list[Rows] = []
     weighed = [part for part in routed if part.get("routed_experts_weights") is not None]
     if len(weighed) not in (0, len(routed)):
@@ -274,38 +314,7 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
             raise RoutedExpertsError(
                 f"the weights have shape {weights.shape}; wanted {rows.shape}, as rows have"
             )
-
-    wanted = len(prompt) + len(token_ids) - 1 - start
-    aborted = finish_reason == "abort"
-    if start < 0 or not (len(rows) == wanted or (aborted and len(rows) < wanted)):
-        raise RoutedExpertsError(
-            f"the answer has {len(rows)} rows; {len(prompt)} prompt and {len(token_ids)} "
-            f"sampled tokens from position {start} make {wanted}"
-        )
-    if not layers or layers != sorted({*layers} & {*range(rows.shape[1])}):
-        raise RoutedExpertsError(
-            f"moe_layers is {layers}; wanted ascending numbers below {rows.shape[1]}"
-        )
-    most = rows.shape[2]
-    if top_k is not None and (
-        len(top_k) != len(layers) or {*top_k} - {*range(1, most + 1)} or most not in top_k
-    ):
-        raise RoutedExpertsError(
-            f"moe_top_k is {top_k}; wanted numbers up to {most} for {len(layers)} layers"
-        )
-    if np.delete(rows, layers, axis=1).any():
-        raise RoutedExpertsError(f"rows name experts in layers that moe_layers {layers} leaves out")
-    return Completion(
-        prompt=tuple(prompt),
-        token_ids=tuple(token_ids),
-        logprobs=tuple(logprobs),
-        rows=rows,
-        start=start,
-        moe_layers=tuple(layers),
-        finish_reason=finish_reason,
-        moe_top_k=top_k and tuple(top_k),
-        weights=weights,
-    )
+    return rows, weights
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[Any]:
