@@ -78,6 +78,8 @@ def serving(model: Path, log: Path, *arguments: str, cores: str = BOTH_CORES) ->
         args=["--enable-return-routed-experts", f"--max-num-batched-tokens={CHUNK}", *arguments],
         env={
             "VLLM_CPU_OMP_THREADS_BIND": cores,
+            # Else v0.33.0 looks for a memory node for each data parallel rank.
+            "VLLM_CPU_SIM_MULTI_NUMA": "0",
             # Else processes would use the address of a network card.
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",

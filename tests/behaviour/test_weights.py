@@ -75,11 +75,11 @@ def paused(llm: LLM, clear_cache: bool) -> Iterator[None]:
     core.engine_core.resume_scheduler()
 
 
-def begin(llm: LLM) -> list[int]:
+def begin(llm: LLM, max_tokens: int = 24) -> list[int]:
     """Start a request for each of `PROMPTS`. Run them until the last one has computed a part of
     its prompt, and the others generate. Returns how many tokens each has computed."""
     for number, prompt in enumerate(PROMPTS):
-        params = make_params(max_tokens=24, logprobs=0)
+        params = make_params(max_tokens=max_tokens, logprobs=0)
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     requests = scheduler_of(llm).running
     while len(requests) < len(PROMPTS) or any(not r.num_output_tokens for r in requests[:-1]):
@@ -212,6 +212,35 @@ def test_running_requests_whose_kv_is_cleared_keep_the_rows_of_their_tokens(
         tokens, rows = sequence_of(output)
         assert_agree(rows[:num_old], oracle.route(model, tokens))
         assert_agree(rows[num_old:], oracle.route(other, tokens), num_old)
+
+
+def test_request_that_is_preempted_later_keeps_the_rows_of_its_tokens(
+    model: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights compute its whole KV again, since nothing is cached, and then its next tokens."""
+    preempted: dict[str, int] = {}
+    # All blocks are taken until a request needs one more.
+    few = {"num_gpu_blocks_override": 13, "max_model_len": 320}
+    with running(model, enable_prefix_caching=False, **few) as llm:
+        scheduler = scheduler_of(llm)
+        preempt = scheduler._preempt_request
+
+        def note(request: Any, *more: Any, **named: Any) -> Any:
+            preempted[request.request_id.partition("-")[0]] = request.num_tokens - 1
+            return preempt(request, *more, **named)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", note)
+        *_, num_old = begin(llm, max_tokens=40)
+        with paused(llm, clear_cache=False):
+            load(llm, other)
+        output = finish(llm)[-1]
+    (num_kept,) = preempted.values()
+    tokens, rows = sequence_of(output)
+    assert len(PROMPTS[-1]) < num_kept < len(rows)
+    in_turns = oracle.route_in_turns((model, tokens[:num_old]), (other, tokens[num_old:]))
+    assert_agree(rows[:num_kept], in_turns)
+    assert_agree(rows[num_kept:], oracle.route(other, tokens), num_kept)
+    assert oracle.compare(rows[num_kept:], in_turns, num_kept).disagreements
 
 
 def log_probs(weights: Path, tokens: list[int]) -> npt.NDArray[Any]:

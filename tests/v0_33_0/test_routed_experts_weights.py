@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from tests.behaviour.conftest import (
     scheduler_of,
 )
 from tests.behaviour.test_layouts import serving
+from tests.v0_33_0.host_offload import LOADED, offloading
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -176,6 +178,24 @@ def test_preempted_requests_have_their_weights(
         assert_true(model, output)
 
 
+def test_offloaded_prefixes_have_their_weights(model: Path) -> None:
+    """The blocks of the prompt are overwritten, and loaded again. Rows are kept for twice as many
+    blocks as the cache has."""
+    LOADED.clear()
+    prompt = random_prompt(90, CHUNK + 2 * BLOCK + 3)
+    few = {"num_gpu_blocks_override": 12, "max_model_len": 256}
+    with running(model, routed_experts_weights="float32", **offloading(), **few) as llm:
+        (first,) = ask(llm, prompt, **{ASK: True})
+        ask(llm, *(random_prompt(91 + i, 200) for i in range(2)))
+        assert not LOADED
+        (loaded,) = ask(llm, [*prompt, 7, 8], **{ASK: True})
+    assert len(LOADED) == 1
+    assert LOADED[0] == len(prompt) // BLOCK
+    assert loaded.num_cached_tokens == BLOCK * LOADED[0]
+    for output in (first, loaded):
+        assert_true(model, output)
+
+
 def test_float16_is_the_nearest_to_float32(model: Path) -> None:
     answers = []
     for dtype in ("float32", "float16"):
@@ -279,23 +299,60 @@ def test_weights_over_http_are_true(server: Server, model: Path, path: str, stre
         assert "routed_experts_weights" not in json.dumps(parts)
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-def test_weights_of_two_workers_are_true(model: Path, tmp_path: Path, layout: str) -> None:
+# Expert parallelism is not among them: the CPU's kernel takes all experts only.
+@pytest.fixture(scope="module", params=["tensor", "pipeline", "data"])
+def two_workers(
+    model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """With 384 tokens in the KV cache of an engine."""
     arguments = ["--enforce-eager", "--routed-experts-weights=float32"]
-    arguments.append(f"--{layout}-parallel-size=2")
-    with serving(model, tmp_path / "server.log", *arguments) as server:
-        body = BODIES["/inference/v1/generate"]
-        # The second time from the prefix cache.
-        prompts = [random_prompt(70 + i, n) for i, n in enumerate((3 * CHUNK + 5, 7))] * 2
-        answers = [
-            send(server.url, "/inference/v1/generate", {**body, "token_ids": prompt, ASK: True})[0]
-            for prompt in prompts
-        ]
-    for prompt, answer in zip(prompts, answers, strict=True):
-        (choice,) = answer["choices"]
-        rows = decode_rows(choice["routed_experts"])
-        weights = decode_weights(choice)
-        assert_weights(model, [*prompt, *choice["token_ids"]], rows, weights)
+    arguments += [f"--{request.param}-parallel-size=2"]
+    arguments += ["--num-gpu-blocks-override=12", "--max-model-len=256"]
+    log = tmp_path_factory.mktemp(request.param) / "server.log"
+    with serving(model, log, *arguments) as server:
+        yield server
+
+
+def complete(server: Server, prompt: list[int], **more: Any) -> tuple[list[int], Array, Array]:
+    """All tokens, their ids and their weights."""
+    path = "/inference/v1/generate"
+    sampling = {**BODIES[path]["sampling_params"], **more.pop("sampling", {})}
+    body = {"token_ids": prompt, "sampling_params": sampling, ASK: True, **more}
+    choices = [choice for part in send(server.url, path, body) for choice in part["choices"]]
+    with_rows = [choice for choice in choices if choice.get("routed_experts")]
+    rows = np.concatenate([decode_rows(choice["routed_experts"]) for choice in with_rows])
+    weights = np.concatenate([decode_weights(choice) for choice in with_rows])
+    sampled = [token for choice in choices for token in choice["token_ids"]]
+    return [*prompt, *sampled], rows, weights
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_weights_of_two_workers_are_true(model: Path, two_workers: Server, stream: bool) -> None:
+    """The prompts are computed, and then found in the prefix cache."""
+    prompts = [random_prompt(70 + 2 * stream + i, n) for i, n in enumerate((3 * CHUNK + 5, 7))]
+    answers = [complete(two_workers, prompt, stream=stream) for prompt in prompts]
+    before = two_workers.metric(disaggregated.CACHED) or 0
+    # With data parallelism, requests take turns.
+    answers += [complete(two_workers, prompts[0], stream=stream) for _ in range(2)]
+    assert (two_workers.metric(disaggregated.CACHED) or 0) >= before + 3 * CHUNK
+    for answer in answers:
+        assert_weights(model, *answer)
+
+
+def test_weights_of_two_workers_are_true_after_preemptions(
+    model: Path, two_workers: Server
+) -> None:
+    """Two requests of each engine fit into its KV cache at first, and later only one."""
+    prompts = [random_prompt(76 + i, 150) for i in range(4)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(
+            pool.map(
+                lambda prompt: complete(two_workers, prompt, sampling={"max_tokens": 60}), prompts
+            )
+        )
+    assert two_workers.metric("vllm:num_preemptions_total")
+    for answer in answers:
+        assert_weights(model, *answer)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
