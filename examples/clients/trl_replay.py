@@ -73,6 +73,7 @@ class ReplayTrainer(GRPOTrainer):
             self.vllm_mode = "server"
             self._last_loaded_step = -1
             self.vllm_generation = ByReload(self, url, Path(weights), weights_dtype)
+        check_nccl(self.vllm_generation)
         self.vllm_generation.generate = self._roll_out
 
     def sampling_params(self, index: int) -> dict[str, Any]:
@@ -157,6 +158,17 @@ class ReplayTrainer(GRPOTrainer):
         for each in differs:
             share = each.any(dim=-1)[known].float().mean().item()
             self._metrics[mode]["routing/own_choice_differs"].append(share)
+
+
+def check_nccl(vllm_generation: Any) -> None:
+    """vLLM says nothing when NCCL does not load. It then sends nothing, and the server computes
+    with undefined weights. Raises RuntimeError in this case."""
+    client = getattr(vllm_generation, "vllm_client", None)
+    if client is not None and client.communicator.disabled:
+        raise RuntimeError(
+            "vLLM could not load NCCL, so no weights would reach the server: install the NCCL that "
+            "this vLLM requires (v0.33.0: 2.29.7 or later), for the trainer and the server"
+        )
 
 
 class ByReload:

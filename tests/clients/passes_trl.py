@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,10 +144,22 @@ def run(checkpoint: Path, replays: bool = True, missing: int = 0, **settings: An
     }
 
 
+def without_nccl() -> str:
+    """What the recipe says when vLLM has disabled the trainer's communicator."""
+    communicator = SimpleNamespace(disabled=True)
+    generation = SimpleNamespace(vllm_client=SimpleNamespace(communicator=communicator))
+    try:
+        trl_replay.check_nccl(generation)
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     names = sys.argv[3:] or [*CASES]
     found = {name: run(Path(sys.argv[1]), **CASES[name]) for name in names}
     if os.environ.get("RANK", "0") == "0":
+        found["without NCCL"] = without_nccl()
         Path(sys.argv[2]).write_text(json.dumps(found, indent=1))

@@ -79,6 +79,12 @@ def test_rows_that_are_missing_stop_the_training(passes: dict[str, Any]) -> None
     assert passes["rows missing"]["error"].startswith("ReplayError: sequence 0 of 20 tokens has")
 
 
+def test_weights_are_not_sent_through_a_library_that_vllm_did_not_load(
+    passes: dict[str, Any],
+) -> None:
+    assert passes["without NCCL"].startswith("vLLM could not load NCCL")
+
+
 def train(out: Path, *options: str) -> tuple[int, str]:
     """The demo's exit status and what it printed."""
     assert CLIENTS["TRL"].site
