@@ -3,4 +3,11 @@
 
 STEPS_FILE = "training.jsonl"
 # "plain" is TRL as it is released, without rows. It shows the time of a step without them.
-ARMS = {"own": "without replay", "replay": "with replay", "plain": "without rows"}
+ARMS = {
+    "own": "without replay",
+    "replay": "with replay",
+    # Every third sample is interrupted by new weights, and resumed.
+    "routed": "interrupted, routed again",
+    "forced": "interrupted, forced experts",
+    "plain": "without rows",
+}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a random MoE model with TRL on a GPU, without and with route replay.
 
-    python -m gpu.training --out DIR [--seconds N] [--nccl] [--tiny] [--python PYTHON]
+    python -m gpu.training --out DIR [--seconds N] [--interrupt] [--nccl] [--tiny]
+        [--python PYTHON]
     python -m gpu.training --out DIR --draw
 
 It starts a server with CUDA graphs and a prefix cache, in bfloat16, and TRL's `GRPOTrainer`. On one
@@ -10,6 +11,9 @@ trainer has the second GPU, and TRL sends the weights itself. The trainer runs w
 replay, and then without rows, which gives the time of a step without them. When a step is over, it
 becomes a line of `DIR/training.jsonl`. After N seconds all ends, and the table and the picture are
 made of the steps so far. `--draw` makes both again. `--tiny` is for a CPU.
+
+With `--interrupt` (vLLM v0.33.0), it trains in two more ways. New weights interrupt every third
+sample. It is resumed with the experts that its tokens had, or the router chooses them again.
 
 PYTHON has `trl`. It gets this process's PYTHONPATH, without vLLM unless TRL sends the weights.
 
@@ -26,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +57,8 @@ MODEL: dict[str, Any] = {
     "router_std": 0.044,
 }
 TINY: dict[str, Any] = {"dtype": "bfloat16", "num_hidden_layers": 2, "router_std": 0.125}
-SHARES = {"own": 0.44, "replay": 0.88, "plain": 1.0}
+# Of each way, the time of a step. Only their ratio matters.
+TIMES = {"own": 1.0, "replay": 0.95, "routed": 1.3, "forced": 1.3, "plain": 0.85}
 SERVER = [
     "--dtype=bfloat16",
     "--enable-return-routed-experts",
@@ -68,7 +74,7 @@ GPU_SERVER = [
     f"--kv-cache-memory-bytes={4 << 30}",
     '--compilation-config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}',
 ]
-COLOURS = {"own": "#D55E00", "replay": "#0072B2"}
+COLOURS = {"own": "#D55E00", "replay": "#0072B2", "routed": "#CC79A7", "forced": "#009E73"}
 
 
 class GpuServer(Server):
@@ -108,6 +114,8 @@ def run(given: argparse.Namespace) -> str:
     checkpoint = make_checkpoint(given.work / "checkpoint", **model)
     print(f"checkpoint made, {end - time.time():.0f} s are left", flush=True)
     arguments = [*SERVER, *([] if given.tiny else GPU_SERVER)]
+    if given.interrupt:
+        arguments.append("--enable-forced-routed-experts")
     if given.nccl:
         arguments.append('--weight-transfer-config={"backend": "nccl"}')
     log = given.out / "server.log"
@@ -115,18 +123,21 @@ def run(given: argparse.Namespace) -> str:
         server = Server(checkpoint, log, arguments, {"VLLM_SERVER_DEV_MODE": "1"})
     else:
         server = GpuServer(checkpoint, log, arguments)
+    ways = [way for way in ARMS if given.interrupt or way not in ("routed", "forced")]
+    steps = {way: min(given.steps, 8) if way == "plain" else given.steps for way in ways}
+    times = list(accumulate(steps[way] * TIMES[way] for way in ways))
     settings = {
         "checkpoint": str(checkpoint.resolve()),
         "work": str(given.work.resolve()),
         "out": str(given.out.resolve()),
         "url": server.url,
         "end": end - 20,
-        "steps": {"own": given.steps, "replay": given.steps, "plain": min(given.steps, 10)},
-        "shares": SHARES,
+        "steps": steps,
+        "shares": {way: t / times[-1] for way, t in zip(ways, times, strict=True)},
         "prompts": given.prompts,
         "tokens": given.tokens,
         "micro_batches": given.micro_batches,
-        "learning_rate": 3e-4,
+        "learning_rate": given.learning_rate,
         "nccl": given.nccl,
     }
     told = 0
@@ -244,6 +255,8 @@ def draw(path: Path, steps: Sequence[Step]) -> None:
         for axis, (title, value) in zip(axes.flat, panels.items(), strict=True):
             for arm, colour in COLOURS.items():
                 mine = [s for s in steps if s.arm == arm]
+                if not mine:
+                    continue
                 x, y = [s.step + 1 for s in mine], [value(s) for s in mine]
                 axis.plot(x, y, color=colour, linewidth=2, label=ARMS[arm])
             axis.set_title(title, loc="left", size=12, weight="bold")
@@ -265,17 +278,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for what is measured")
     parser.add_argument("--work", type=Path, help="folder for weights (/dev/shm/training)")
     parser.add_argument("--seconds", type=int, default=500, help="after which all ends")
-    parser.add_argument("--steps", type=int, help="optimizer steps (40; tiny: 3)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (30; tiny: 3)")
     parser.add_argument("--experts", type=int, default=64, help="of each layer (%(default)s)")
     parser.add_argument("--prompts", type=int, help="of a step, 8 samples each (8; tiny: 2)")
     parser.add_argument("--tokens", type=int, help="of a sample (256; tiny: 16)")
     parser.add_argument("--micro-batches", type=int, help="of a step (4; tiny: 2)")
     parser.add_argument("--python", help="Python that has trl (this one)")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+    parser.add_argument("--interrupt", action="store_true", help="also interrupt rollouts")
     parser.add_argument("--nccl", action="store_true", help="TRL sends weights to another GPU")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     parser.add_argument("--draw", action="store_true", help="only draw what was measured")
     given = parser.parse_args()
-    defaults = {"steps": (40, 3), "prompts": (8, 2), "tokens": (256, 16), "micro_batches": (4, 2)}
+    defaults = {"steps": (30, 3), "prompts": (8, 2), "tokens": (256, 16), "micro_batches": (4, 2)}
     for name, values in defaults.items():
         setattr(given, name, getattr(given, name) or values[given.tiny])
     trl = ROOT / "build" / "clients" / "trl" / "bin" / "python"

@@ -3,23 +3,29 @@
 
 from __future__ import annotations
 
+import base64
 import gc
+import io
 import json
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from demos.train.with_trl import SAMPLES, SETTINGS, Watched, share_of_even_ids
-from examples.client import PATH, Completion
-from examples.clients.trl_replay import ReplayTrainer
+from examples.client import PATH, Completion, generate, join
+from examples.clients.trl_replay import REQUESTS, ReplayTrainer
 from gpu.training import STEPS_FILE
 from harness import text
 from harness.server import NO_ROWS
@@ -51,6 +57,59 @@ class Plain(ReplayTrainer):
 
 class WatchedPlain(Watched, Plain):
     """Measures every step of `Plain`."""
+
+
+class Interrupted(Watched):
+    """Replays rows of rollouts of which every third sample is interrupted by new weights.
+
+    The weights before sample the first half of its tokens. The new weights resume it, with the
+    experts of these tokens or without.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.replays = True
+        self.begun: dict[int, Completion] = {}
+
+    def _generate_single_turn(self, prompts: Sequence[Sequence[int]], *args: Any) -> Any:
+        # TRL sends the new weights within this method. In the first step there are no older ones.
+        chosen = range(0, len(prompts) if self.state.global_step else 0, 3)
+        with ThreadPoolExecutor(REQUESTS) as senders:
+            found = senders.map(self._begin, [prompts[i] for i in chosen], chosen)
+            self.begun = dict(zip(chosen, found, strict=True))
+        return super()._generate_single_turn(prompts, *args)
+
+    def _begin(self, prompt: Sequence[int], index: int) -> Completion:
+        half = {"max_tokens": self.max_completion_length // 2}
+        return generate(self.url, prompt, {**self.sampling_params(index), **half})[0]
+
+    def _ask(self, prompt: Sequence[int], index: int) -> Completion:
+        begun = self.begun.get(index)
+        if begun is None:
+            return super()._ask(prompt, index)
+        tokens = [*prompt, *begun.token_ids]
+        params = self.sampling_params(index)
+        params["max_tokens"] -= len(begun.token_ids)
+        params["seed"] += 500  # else it draws the numbers of the first half again
+        params["extra_args"] = {"return_routed_experts": True}
+        body = {"token_ids": tokens, "sampling_params": params}
+        if self.arm == "forced":
+            file = io.BytesIO()
+            np.save(file, begun.rows)
+            body["forced_routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        request = urllib.request.Request(
+            self.url + PATH, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        (rest,) = join(tokens, [json.load(direct.open(request, timeout=600))])
+        return replace(
+            rest,
+            prompt=tuple(prompt),
+            token_ids=begun.token_ids + rest.token_ids,
+            logprobs=begun.logprobs + rest.logprobs,
+        )
+
+
+TRAINERS = {"plain": WatchedPlain, "routed": Interrupted, "forced": Interrupted}
 
 
 class Until(transformers.TrainerCallback):
@@ -111,7 +170,7 @@ def main(given: dict[str, Any]) -> None:
             **SETTINGS,
             **(nccl if given["nccl"] else {}),
         )
-        trainer = (WatchedPlain if arm == "plain" else Watched)(
+        trainer = TRAINERS.get(arm, Watched)(
             transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16),
             share_of_even_ids,
             args=config,

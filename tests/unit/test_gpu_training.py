@@ -57,6 +57,16 @@ def test_time_of_a_step_is_of_the_steps_after_the_first_two(
         assert cells(tmp_path, way)[1][1:] == ["2", "1.00", "2.00", "0.50", "1.50", "5.00"]
 
 
+def test_interrupted_ways_stand_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [step(arm, 0, 0.1) for arm in ("own", "replay")]
+    steps += [step("routed", 0, 0.4), step("forced", 0, 0.2)]
+    assert draw(tmp_path, *steps, monkeypatch=monkeypatch) == 0
+    assert cells(tmp_path, "interrupted, routed again")[0][3] == "0.40000"
+    assert cells(tmp_path, "interrupted, forced experts")[0][3] == "0.20000"
+
+
 def test_run_in_which_a_way_has_no_step_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
