@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights change between the parts of a session."""
+"""Weights change between the parts of a session. The series for v0.20.2 refuses sessions with rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def talk(model: Path, other: Path) -> list[Any]:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    params = make_params(max_tokens=NEW, output_kind=RequestOutputKind.DELTA)
+    params = make_params(
+        max_tokens=NEW, output_kind=RequestOutputKind.DELTA, return_routed_experts=True
+    )
 
     async def run() -> list[Any]:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **OPTIONS))
