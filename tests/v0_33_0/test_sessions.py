@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights change between the parts of a session. The series for v0.20.2 refuses sessions with rows."""
+"""Weights change between the parts of a session. v0.20.2 refuses sessions with rows."""
 
 from __future__ import annotations
 
