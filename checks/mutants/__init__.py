@@ -20,3 +20,5 @@ class Mutant:
     # Of pytest's -k: those that can notice it, where these need many examples.
     setups: str = ""
     examples: tuple[int, ...] = EXAMPLES
+    # A file of tests that run engines. They take the place of the property tests.
+    engines: str = ""

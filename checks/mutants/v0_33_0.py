@@ -24,6 +24,7 @@ BLOCK_POOL = "v1/core/block_pool.py"
 BLOCKS = "v1/core/kv_cache_utils.py"
 KV_CACHE = "v1/core/kv_cache_manager.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
+ENGINE_CORE = "v1/engine/core.py"
 SENTINEL = "v1/fault_tolerance/engine_core_sentinel.py"
 
 MUTANTS = [
@@ -424,5 +425,42 @@ MUTANTS = [
         "session.sampling_params.return_routed_experts_weights",
         "None",
         setups="wide",
+    ),
+    # New weights.
+    Mutant(
+        "rows of returned tokens are sent again after a preemption",
+        KNOWN,
+        "            0 if request.num_output_tokens == 0 else request.num_tokens - 1,\n",
+        "            0,\n",
+        setups="preempted_later or cleared",
+        examples=(1,),
+        engines="tests/behaviour/test_weights.py",
+    ),
+    Mutant(
+        "rows from before new weights count after a reset",
+        CONNECTOR,
+        "        self._generation += 1\n        self._is_lost = False\n",
+        "        self._is_lost = False\n",
+        setups="cleared or reset or change_of",
+        examples=(1,),
+        engines="tests/behaviour/test_weights.py",
+    ),
+    Mutant(
+        "a session's rows begin again in its next part",
+        KNOWN,
+        "            return emitted\n",
+        "            pass\n",
+        setups="session",
+        examples=(1,),
+        engines="tests/v0_33_0/test_sessions.py",
+    ),
+    Mutant(
+        "a sleep keeps offloaded KV of the old weights",
+        ENGINE_CORE,
+        "            reset_connector=reset_connector,\n        ):\n            raise RuntimeError",
+        "            reset_connector=False,\n        ):\n            raise RuntimeError",
+        setups="sleep",
+        examples=(1,),
+        engines="tests/v0_33_0/test_weight_updates.py",
     ),
 ]
