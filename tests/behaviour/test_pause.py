@@ -84,7 +84,8 @@ def test_aborted_request_has_rows_of_the_old_weights_and_the_next_one_of_the_new
     server: Server, model: Path, other: Path
 ) -> None:
     aborted, later = change(server, "mode=abort", other)
-    assert aborted.finish_reason == "abort"
+    # v0.20.2 sends no chunk without a new token.
+    assert aborted.finish_reason in ("abort", None)
     assert len(PROMPT) < len(aborted.rows) < len(PROMPT) + SAMPLING["max_tokens"] - 1
     assert_agree(aborted.rows, oracle.route(model, [*PROMPT, *aborted.token_ids]))
     assert_true_completion(other, later)
