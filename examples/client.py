@@ -32,7 +32,7 @@ PATH = "/inference/v1/generate"
 
 # (rows, layers, top-k): the experts that tokens chose.
 Rows = npt.NDArray[np.uint8 | np.uint16]
-# Of the shape of rows.
+# (rows, layers, top-k): the weights that these experts had.
 Weights = npt.NDArray[np.float32 | np.float16]
 
 
@@ -55,11 +55,11 @@ class Completion:
         start: position of the first row.
         moe_layers: the decoder layers that route, ascending; rows of all others are zero.
         finish_reason: "stop", "length" or "abort". An aborted completion may have fewer
-            rows: those of its first positions.
+            rows: only its first positions have rows then.
         moe_top_k: how many experts each of `moe_layers` takes, if they differ. These are the first
-            ids of its rows; the last one is repeated behind them. None if each takes K.
-        weights: of the shape of `rows`, float32 or float16: the weight that the router gave each
-            expert of `rows`. None unless `sampling_params` asked for them.
+            ids of its rows; the last one is repeated after them. None if each takes K.
+        weights: the weight that the router gave each expert of `rows`, in the same shape, float32
+            or float16. None unless `sampling_params` asked for them.
     """
 
     prompt: tuple[int, ...]
@@ -278,7 +278,7 @@ def _complete(prompt: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> Comp
 def _join(
     prompt: Sequence[int], routed: Sequence[Mapping[str, Any]]
 ) -> tuple[Rows, Weights | None]:
-    """The rows and weights of all parts that have some, each part's after those before it."""
+    """The rows of all parts, joined in order, and their weights: None if no part has any."""
     start, layers = routed[0]["routed_experts_start"], routed[0]["moe_layers"]
     top_k = routed[0].get("moe_top_k")
     pieces: list[Rows] = []

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of routed experts on GPUs, against the routers of `transformers`.
+"""Compare weights of routed experts on GPUs with the routers of `transformers`.
 
     python -m gpu.weights --out DIR [--layouts one tp2 ...] [--families N ...] [--dtypes ...]
 
 Each engine has a small random checkpoint, CUDA graphs and a prefix cache. It answers prompts whose
 prefix is not cached, and then longer ones whose prefix is. Engines run beside each other. In
-float32, Triton's products are exact (they would be TF32), and weights differ by at most 1e-5. In
+float32, Triton computes products exactly, not in TF32, and weights differ by at most 1e-5. In
 bfloat16, hidden states are rounded to 8 bits: the table says by how much weights differ where the
 ids agree. In layout `half`, weights are sent in float16. `DIR/weights.json` and `DIR/weights.md`
 have the results so far. The exit status is the number of failed engines. `--tiny` is for a CPU.
@@ -38,7 +38,7 @@ from harness.weights import CLOSE, WAYS, differences
 
 Job = tuple[str, str, str]  # family, dtype, layout
 DTYPES = ("float32", "bfloat16")
-# In bfloat16, 99 in 100 weights differ by less.
+# In bfloat16, the weights of 99 in 100 decisions differ by less.
 ROUNDED = 0.1
 LENGTHS = (5, 150, 64, 33)
 NEW = 8
@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, int, str]] = {
 
 
 def run_engine(spec: dict[str, Any]) -> None:
-    """One engine, in a process of its own: answers of its prompts, and of longer ones."""
+    """Run one engine, in a process of its own. It answers its prompts, and then longer ones."""
     from vllm import LLM, SamplingParams
 
     scratch, rank, size = Path(spec["scratch"]), spec["rank"], spec["dp"]
@@ -128,7 +128,7 @@ def run_job(given: argparse.Namespace, model: Path, scratch: Path, slot: int, jo
 
 
 def compare(model: Path, scratch: Path, factor: float, job: Job) -> dict[str, Any]:
-    """The answers of a job against `transformers`."""
+    """Compare the answers of a job with `transformers`."""
     _, dtype, layout = job
     result: dict[str, Any] = {"cached": 0}
     found, same = [], []

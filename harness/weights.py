@@ -103,8 +103,9 @@ def differences(
     start: int = 0,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
     """For each row from position `start` on and each MoE layer: by how much the weights differ from
-    those of `transformers` divided by `factor`, and whether the ids are the same. The difference
-    of w is divided by 1 + w. Raises ValueError if a place without an expert has a weight."""
+    `transformers`, and whether the ids are the same. The weights of `transformers` are divided by
+    `factor`. The difference from such a weight w is divided by 1 + w. Raises ValueError if a place
+    without an expert has a weight."""
     routers = oracle.load(checkpoint)
     expected = weigh(checkpoint, token_ids)
     found, same = [], []
@@ -112,7 +113,7 @@ def differences(
         top_k = routers.top_ks[layer] if layer in expected else 0
         # A repeated id has no weight, nor has a layer without experts.
         if weights[:, layer, top_k:].any():
-            raise ValueError(f"layer {layer} has weights behind its top-{top_k}")
+            raise ValueError(f"layer {layer} has weights after its top-{top_k}")
         if top_k:
             got = spread(rows, weights, layer, top_k, routers.num_experts)
             wanted = expected[layer][start : start + len(rows)] / factor

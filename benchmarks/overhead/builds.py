@@ -42,8 +42,9 @@ class Build:
 
 @dataclass(frozen=True)
 class Variant:
-    """A build with one setting of the flag; each engine runs one. `on` returns rows to every
-    request, all others to those that ask (the series only)."""
+    """A build with one setting of the flag; each engine runs one. `off` returns no rows, and `on`
+    returns rows to every request. The others return rows to requests that ask (the series only).
+    """
 
     build: Build
     flag: str
@@ -63,7 +64,7 @@ class Variant:
         return options
 
     def modes(self, wanted: Sequence[str]) -> list[str]:
-        """Those of the wanted modes that the engine has."""
+        """The wanted modes that the engine has."""
         if self.flag in ("off", "on"):
             return [self.flag]
         return [mode for mode in wanted if mode != "both" or self.flag in WEIGHTS]

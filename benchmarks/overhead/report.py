@@ -71,9 +71,10 @@ def pairs_to_compare(engines: Sequence[Record], modes: dict[str, list[str]]) -> 
     """(label, reference) of everything that is worth comparing, in the order of the engines.
 
     A mode is compared with `off` of the same build, or with `off` of the first build if its own has
-    none. `all` is also compared with `silent` of its own engine, and `on` with the first `all`. So
-    are modes of engines with weights. `both` is also compared with `all` of its own engine. The
-    `off` of another build is compared with the first build's `off`, or with its `silent`.
+    none. `all` is also compared with `silent` of its own engine. `on` is also compared with the
+    first `all`, and so are `all` and `both` of engines with weights. `both` is also compared with
+    `all` of its own engine. The `off` of another build is compared with the first build's `off`, or
+    with its `silent`.
     """
     off = {e["build"]: (e["name"], "off") for e in reversed(engines) if e["flag"] == "off"}
     silent = {

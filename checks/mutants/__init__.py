@@ -17,8 +17,8 @@ class Mutant:
     file: str
     before: str
     after: str
-    # Of pytest's -k: those that can notice it, where these need many examples.
+    # For pytest's -k: the setups, or the tests of `engines`, that can notice it. Else all run.
     setups: str = ""
     examples: tuple[int, ...] = EXAMPLES
-    # A file of tests that run engines. They take the place of the property tests.
+    # A file of tests that run engines. It takes the place of the property tests.
     engines: str = ""

@@ -58,7 +58,7 @@ def examples_to_notice(mutant: Mutant, installed: Path, tests: list[str]) -> int
 
 
 def passes(mutant: Mutant, folder: str, tests: list[str], examples: int) -> bool:
-    """Whether the property tests pass with the package in `folder`."""
+    """Whether the tests that should notice the mutant pass with the package in `folder`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     if mutant.engines:
         # Such tests are marked as slow.

@@ -161,8 +161,8 @@ class ReplayTrainer(GRPOTrainer):
 
 
 def check_nccl(vllm_generation: Any) -> None:
-    """vLLM says nothing when NCCL does not load. It then sends nothing, and the server computes
-    with undefined weights. Raises RuntimeError in this case."""
+    """Raises RuntimeError if vLLM did not load NCCL. vLLM's release reports no error then: it sends
+    nothing, and the server computes with undefined weights."""
     client = getattr(vllm_generation, "vllm_client", None)
     if client is not None and client.communicator.disabled:
         raise RuntimeError(

@@ -12,8 +12,8 @@ replay, and then without rows, which gives the time of a step without them. When
 becomes a line of `DIR/training.jsonl`. After N seconds all ends, and the table and the picture are
 made of the steps so far. `--draw` makes both again. `--tiny` is for a CPU.
 
-With `--interrupt` (vLLM v0.33.0), it trains in two more ways. New weights interrupt every third
-sample. It is resumed with the experts that its tokens had, or the router chooses them again.
+With `--interrupt` (vLLM v0.33.0), it trains in two more ways. In both, new weights interrupt every
+third sample, and then resume it. Its tokens keep their experts, or the router chooses them again.
 
 PYTHON has `trl`. It gets this process's PYTHONPATH, without vLLM unless TRL sends the weights.
 
@@ -57,7 +57,7 @@ MODEL: dict[str, Any] = {
     "router_std": 0.044,
 }
 TINY: dict[str, Any] = {"dtype": "bfloat16", "num_hidden_layers": 2, "router_std": 0.125}
-# Of each way, the time of a step. Only their ratio matters.
+# How long a step of each way takes. Only the ratios matter.
 TIMES = {"own": 1.0, "replay": 0.95, "routed": 1.3, "forced": 1.3, "plain": 0.85}
 SERVER = [
     "--dtype=bfloat16",

@@ -60,10 +60,10 @@ class WatchedPlain(Watched, Plain):
 
 
 class Interrupted(Watched):
-    """Replays rows of rollouts of which every third sample is interrupted by new weights.
+    """Replays rows of rollouts in which new weights interrupt every third sample.
 
-    The weights before sample the first half of its tokens. The new weights resume it, with the
-    experts of these tokens or without.
+    The old weights sample the first half of its tokens. The new weights resume it. These tokens
+    keep their experts, or the router chooses them again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

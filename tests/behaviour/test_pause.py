@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights change behind `/pause` with each of its modes, over HTTP. The oracle is `transformers`
-with the weights of the time."""
+"""Weights change during a pause, over HTTP, with each mode of `/pause`. The oracle is
+`transformers` with the weights that computed the rows."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def load(server: Server, weights: Path) -> None:
 
 
 def change(server: Server, pause: str, weights: Path) -> tuple[Completion, Completion]:
-    """Change the weights behind a pause while a request generates. Returns its answer, and that of
-    a later request."""
+    """Pause while a request generates, change the weights, and resume. Returns the answer of this
+    request, and the answer of a later one."""
 
     def sampled() -> float:
         return server.metric("vllm:generation_tokens_total") or 0
@@ -103,11 +103,11 @@ def test_request_that_a_pause_waits_for_has_rows_of_the_old_weights(
 def test_rows_and_log_probs_of_a_kept_request_change_at_the_same_token(
     server: Server, model: Path, other: Path
 ) -> None:
-    """The new weights go on over the old KV."""
+    """The new weights go on with the old KV."""
     kept, _ = change(server, "mode=keep&clear_cache=false", other)
     tokens = [*PROMPT, *kept.token_ids]
     first = oracle.compare(kept.rows, oracle.route(model, tokens)).disagreements[0].position
-    # The log-prob of a token is of the pass that has the row before it.
+    # The pass that samples a token gives its log-prob, and the row of the token before it.
     old = log_probs(model, tokens)[len(PROMPT) - 1 :]
     differ = np.abs(np.array(kept.logprobs) - old) > 1e-3
     changed = len(PROMPT) - 1 + int(differ.argmax())

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Of a place that nothing filled, or a load that failed.
+# The number of a place that nothing filled, or that a failed load was to fill.
 GARBAGE = 0
-# Of a position before a sliding window, whose KV the request does not read.
+# The number of a position before a sliding window: the request does not read its KV.
 UNSEEN = -1
 
 

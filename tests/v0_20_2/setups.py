@@ -67,8 +67,8 @@ SETUPS = {
     "hybrid, asynchronous batch queue": Setup(
         asynchronous=True, depth=3, sliding_window=True, num_blocks=24
     ),
-    # A hit holds the blocks of the window only: those before it may be evicted meanwhile. There is
-    # room for several prompts in a step, of which one may find what the other computes.
+    # A hit holds only the blocks of the window, so earlier blocks may be evicted meanwhile. A step
+    # has room for several prompts, so one prompt may find what another computes.
     "window only": Setup(sliding_window=True, full_attention=False, chunk=40),
     "window only, batch queue": Setup(depth=3, sliding_window=True, full_attention=False),
     "window only, asynchronous batch queue": Setup(

@@ -29,7 +29,7 @@ def offloading(size: int = 32 << 20) -> dict[str, Any]:
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):
-    """For `OffloadingConnector`, by `spec_name` and `spec_module_path`."""
+    """`OffloadingConnector` finds it by `spec_name` and `spec_module_path`."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert self.blocks_per_chunk == 1

@@ -54,7 +54,7 @@ def assert_weights(
     start: int = 0,
     close: float = CLOSE,
 ) -> None:
-    """Ids and weights of the tokens are those of `transformers`."""
+    """Ids and weights of the tokens agree with `transformers`."""
     assert_rows(model, tokens, rows, start)
     assert weights.shape == rows.shape
     found, same = differences(model, tokens, rows, weights, factor, start)
@@ -304,7 +304,7 @@ def test_weights_over_http_are_true(server: Server, model: Path, path: str, stre
 def two_workers(
     model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """With 384 tokens in the KV cache of an engine."""
+    """The KV cache of an engine has room for 384 tokens."""
     arguments = ["--enforce-eager", "--routed-experts-weights=float32"]
     arguments += [f"--{request.param}-parallel-size=2"]
     arguments += ["--num-gpu-blocks-override=12", "--max-model-len=256"]

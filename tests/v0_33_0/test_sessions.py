@@ -21,7 +21,7 @@ NEW = 6
 
 
 def talk(model: Path, other: Path) -> list[Any]:
-    """The outputs of a session. Its second part begins when the weights have changed."""
+    """The outputs of a session. Its second part begins after the weights have changed."""
     from vllm import AsyncEngineArgs
     from vllm.engine.protocol import StreamingInput
     from vllm.sampling_params import RequestOutputKind

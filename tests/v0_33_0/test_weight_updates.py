@@ -43,7 +43,7 @@ def test_prompts_after_a_sleep_have_rows_of_the_new_weights_alone(model: Path, o
 
 
 def test_offloaded_prefix_of_the_old_weights_has_their_rows(model: Path, other: Path) -> None:
-    """Its blocks are overwritten, and loaded when the weights have changed."""
+    """Its blocks are overwritten, and loaded again after the weights have changed."""
     LOADED.clear()
     few = {"num_gpu_blocks_override": 12, "max_model_len": 256}
     with running(model, **offloading(), **few) as llm:

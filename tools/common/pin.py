@@ -61,7 +61,7 @@ def load_pin(path: Path) -> Pin:
         raise ToolError("the pin is missing", path, expected, next_step=step) from None
 
     def take(kind: Any, table: str, values: dict[str, Any]) -> Any:
-        """Those values of a table that a type has."""
+        """The type, with the values of a table that are its fields."""
         if missing := [name for name in kind._fields if name not in values]:
             raise ToolError(f"the pin has no {table}.{missing[0]}", path)
         return kind(**{name: values[name] for name in kind._fields})

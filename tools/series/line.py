@@ -68,7 +68,7 @@ def remove(project: Project) -> None:
 
 
 def find_release(other: Project, line: str) -> Any:
-    """``upstream.toml`` for the release that a line is named for, but for the id of its tree."""
+    """``upstream.toml`` for the release that a line is named for, except the id of its tree."""
     old, index, version = other.pin, Index(), line.removeprefix("v")
     files = index.files(old.source.distribution)
     named = {file.link.filename: file for file in files}
@@ -171,8 +171,8 @@ def conflicts_in(said: bytes) -> list[str]:
 
 
 def try_all(git: Git) -> dict[str, str]:
-    """Try every patch of the other line, with those before it resolved in their own favour: where
-    each conflicts, CONTAINED, or nothing if it applies."""
+    """Try every patch of the other line. If a patch conflicts, its own side is taken before the
+    next one is tried. Returns where each conflicts, CONTAINED, or nothing if it applies."""
     found = {}
     git.run("checkout", "--quiet", "--detach", BASE_REF)
     for commit in git.commits(OLD):

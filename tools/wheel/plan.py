@@ -38,7 +38,7 @@ BUILD_INPUTS = (
 
 
 class Member(NamedTuple):
-    """A file of the wheel: new bytes, or those of the member ``info`` of the base wheel."""
+    """A file of the wheel: new bytes, or the bytes of the member ``info`` of the base wheel."""
 
     name: str
     data: bytes | None
@@ -109,7 +109,7 @@ def plan_wheel(
     infos = [info for info in wheel.infolist() if not info.is_dir()]
     old_dist_info = "-".join(base.file.filename.split("-")[:2]) + ".dist-info"
     dist_info = f"{PACKAGE}-{version}.dist-info"
-    # The work tree is that of HEAD: tree_series saw to it.
+    # tree_series made sure that the work tree has the files of HEAD.
     tree = {name: (git.path / name).read_bytes() for name in git.files("HEAD", PACKAGE)}
     # What the base wheel lacks or has in another version.
     fresh = tree.keys() if base.tests_only else changes & tree.keys()

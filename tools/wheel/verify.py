@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
 
 
 def verify_wheel(project: Project, path: Path) -> str:
-    """Compare a wheel with what it must be; what was proved."""
+    """Compare a wheel with what it must be. Returns what was proved."""
     if not path.is_file():
         raise ToolError("there is no such wheel", where=path)
     _, series = tree_series(project)
@@ -59,7 +59,7 @@ def verify_wheel(project: Project, path: Path) -> str:
 
 
 def verify_installed(project: Project, site: Path) -> str:
-    """Compare every installed file with the wheel's; what was proved."""
+    """Compare every installed file with the file in the wheel. Returns what was proved."""
     installed = list(distributions(name=PACKAGE, path=[str(site)]))
     if len(installed) != 1:
         what = f"{PACKAGE} is {'installed twice' if installed else 'not installed here'}"
