@@ -157,14 +157,6 @@ MUTANTS = [
         "            and False\n",
     ),
     Mutant(
-        "requests that share lost rows end with their next rows",
-        MANAGER,
-        "        for other in self._fail(rows, error):\n",
-        "        for other in self._fail(rows, error)[:0]:\n",
-        setups="sessions and batch",
-        examples=(1501, 5000),
-    ),
-    Mutant(
         "block whose rows were lost used",
         ROWS,
         "        self.cached_step[request.block_ids[request.end // self.block_size :]] = NEVER\n",
@@ -175,7 +167,7 @@ MUTANTS = [
         SCHEDULER,
         "        if sync_blocks_to_evict:\n",
         "        if False:\n",
-        setups="failed loads",
+        setups="failed and loads",
         examples=(1500, 6000),
     ),
     Mutant(
@@ -303,7 +295,7 @@ MUTANTS = [
         KV_TRANSFER,
         "    @contain_errors\n    def rewind(",
         "    def rewind(",
-        setups="failed loads",
+        setups="failed and loads",
     ),
     Mutant(
         "fault while requests are ended ends the engine",
