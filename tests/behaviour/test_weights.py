@@ -244,7 +244,7 @@ def test_request_that_is_preempted_later_keeps_the_rows_of_its_tokens(
 
 
 def log_probs(weights: Path, tokens: list[int]) -> npt.NDArray[Any]:
-    """Of all tokens but the first, by `transformers`."""
+    """The log-probability of each token but the first, by `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     with torch.inference_mode():
         scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
