@@ -28,7 +28,7 @@ def series(project: Project) -> Series:
 def tree(project: Project, series: Series, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_source(project)
     path = tmp_path_factory.mktemp("series") / "vllm"
-    apply_series(project.with_tree(path), series)
+    apply_series(Project(project.root, project.line, path), series)
     return path
 
 
@@ -41,4 +41,4 @@ def test_the_table_of_patches_is_of_these_patches(project: Project, series: Seri
 
 
 def test_export_after_apply_changes_no_file(project: Project, series: Series, tree: Path) -> None:
-    assert export_series(project.with_tree(tree), check=True) == {}
+    assert export_series(Project(project.root, project.line, tree), check=True) == {}

@@ -7,6 +7,12 @@ import pytest
 from tests.tools.toy import Index, Toy, add_series, make_toy
 
 
+@pytest.fixture(autouse=True)
+def _no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the fixture ``index`` answers: no test asks the machine's own package index."""
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")
+
+
 @pytest.fixture(scope="session")
 def _empty(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return make_toy(tmp_path_factory.mktemp("empty") / "project")

@@ -67,7 +67,7 @@ def test_a_line_can_be_named_before_and_after_the_command(newer: Toy) -> None:
     before = newer.do(*identity)
     assert first.do(*identity, "--on", LINE) == before
     assert first.do(*identity) != before
-    assert "commit 4ba787ec9" in newer.do("series", "status", "--offline")  # its first digits
+    assert "commit 4ba787ec9" in newer.do("series", "status")  # its first digits
     assert f"{DEFAULT_LINE}, {LINE}" in Toy(newer.root, "v1").refuse(
         "wheel", "identity", "--variant", "cpu"
     )

@@ -21,11 +21,10 @@ _SETTINGS = {
 }
 _ARGUMENTS = [part for key, value in _SETTINGS.items() for part in ("-c", f"{key}={value}")]
 # Beside PATH, the whole environment of a git process: no GIT_* and no home of the caller.
-_NOWHERE = ("HOME", "XDG_CONFIG_HOME", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_GLOBAL")
 _ENVIRONMENT = {
     "LC_ALL": "C",
     "TZ": "UTC",
-    **dict.fromkeys(_NOWHERE, os.devnull),
+    "HOME": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_ATTR_NOSYSTEM": "1",
     "GIT_TERMINAL_PROMPT": "0",

@@ -104,9 +104,6 @@ class Project:
         self.wheels = self.build / "wheels"
         self.downloads = root / "build" / "downloads"
 
-    def with_tree(self, tree: Path) -> "Project":
-        return Project(self.root, self.line, tree)
-
     @cached_property
     def pin(self) -> Pin:
         return load_pin(self.pin_file)

@@ -12,14 +12,13 @@ from tools.common.files import staging
 from tools.common.git import Git
 from tools.common.pin import Project
 from tools.series import tree
-from tools.series.series import Patch, Series, choose, read_series
+from tools.series.series import Patch, Series, read_series
 from tools.series.tree import APPLIED_REF, BASE_REF
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     add_tree(parser)
     add_flag(parser, "--pristine", "apply no patch at all")
-    parser.add_argument("--before", metavar="PATCH", help="stop before this patch")
     add_flag(parser, "--discard", "lose what the build tree has beyond the series")
 
 
@@ -29,9 +28,6 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     patch that does not fit exactly changes nothing. The commit ids are the same on every machine.
     Refuses over uncommitted changes, and over commits that the series cannot give back."""
     series = Series() if arguments.pristine else read_series(project.series_file)
-    if arguments.before:
-        (patch,) = choose(series, [arguments.before])
-        series = series[: series.index(patch)]
     changed = apply_series(project, series, discard=arguments.discard)
     state = "applied" if changed else "nothing to do"
     print(f"{state}: {len(series)} patches on {project.pin.tag} in {project.tree}")
@@ -54,8 +50,8 @@ def am(git: Git, patch: Patch) -> str:
     except ToolError as error:
         git.run("am", "--abort", accept=(0, 1, 128))
         what = "a patch does not apply; nothing was changed"
-        step = f"to solve it by hand: series apply --before {patch.name}; then, in the build tree, "
-        step += "git am --3way --keep-non-patch with the patch's path; then series export"
+        step = "to solve it by hand: series apply --pristine; then, in the build tree, git am "
+        step += "--3way --keep-non-patch with the patches in their order; then series export"
         raise ToolError(what, patch.name, next_step=step, details=error.details) from error
     return git.text("rev-parse", "HEAD")
 

@@ -20,7 +20,6 @@ _STATED = re.compile(r"\bseries\b.{0,60}?\b([0-9a-f]{16})\b", re.IGNORECASE)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    add_flag(parser, "--offline", "do not ask the package index for releases")
     add_flag(parser, "--table", "only a table of the patches, in Markdown")
 
 
@@ -31,16 +30,16 @@ def run(arguments: argparse.Namespace, project: Project) -> None:
     if arguments.table:
         print(table(project), end="")
         return
-    for what, said in report(project, arguments.offline):
+    for what, said in report(project):
         print(f"{what:<9} {said}")
 
 
-def report(project: Project, offline: bool) -> Iterator[tuple[str, str]]:
+def report(project: Project) -> Iterator[tuple[str, str]]:
     """Topics and texts; a problem with one does not hide the others."""
     pin = project.pin
     yield "pin", f"vLLM {pin.version}, {pin.tag}, commit {pin.commit}"
     yield "source", f"{pin.source.filename}, sha256 {pin.source.sha256[:16]}..."
-    yield "newest", "unknown: not asked" if offline else newest_release(project)
+    yield "newest", newest_release(project)
     try:
         series = read_series(project.series_file)
     except ToolError as error:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between an engine and the wheel's compiled front end. ``front_end`` runs this file with
-the Python of a wheel; it imports no other tool."""
+"""Messages between an engine and the wheel's compiled front end. ``compiled.py`` runs this file
+with the Python of a wheel; it imports no other tool."""
 
 import contextlib
 import dataclasses
@@ -163,11 +163,9 @@ def serve(program: str, checkpoint: str) -> dict[str, Any]:
             thread = threading.Thread(target=answer_requests, args=(*engine, requests), daemon=True)
             thread.start()
             body = {"model": checkpoint, "prompt": [1, 2, 3], "max_tokens": 4, "seed": 5}
-            url, headers = (
-                f"http://127.0.0.1:{port}/v1/completions",
-                {"content-type": "application/json"},
-            )
-            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+            url, headers = f"http://127.0.0.1:{port}", {"content-type": "application/json"}
+            data = json.dumps(body).encode()
+            request = urllib.request.Request(f"{url}/v1/completions", data, headers)
             # The port listens already: the answer comes when the front end is ready.
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return {"text": json.load(answer)["choices"][0]["text"], "requests": requests}
