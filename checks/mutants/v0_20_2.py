@@ -171,6 +171,25 @@ MUTANTS = [
         examples=(1500, 6000),
     ),
     Mutant(
+        "rows of a block that is computed again replace those of the first block",
+        SCHEDULER,
+        "            self.routed_experts.on_step_scheduled(scheduler_output, self.requests)\n",
+        "            self.routed_experts.on_step_scheduled(scheduler_output, self.requests)\n"
+        "            pool = self.kv_cache_manager.block_pool\n"
+        "            for rows in self.routed_experts.requests.values():\n"
+        "                for i, block_id in enumerate(rows.block_ids):\n"
+        "                    if key := pool.blocks[block_id].block_hash:\n"
+        "                        first = pool.cached_block_hash_to_block.get_one_block(key)\n"
+        "                        rows.block_ids[i] = first.block_id\n",
+    ),
+    Mutant(
+        "requests that share blocks that failed to load both compute them",
+        KV_TRANSFER,
+        "                sharing.append(request)\n",
+        "                pass\n",
+        setups="connector or loads",
+    ),
+    Mutant(
         "first rows of a shared block left out",
         ROWS,
         "        np.minimum.at(part_begins, parts, begins)\n",

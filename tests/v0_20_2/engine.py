@@ -96,6 +96,7 @@ class Engine:
         salt: str | None = None,
         remote: bool = False,
         stops: bool = False,
+        computes_all: bool = False,
     ) -> None:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -110,6 +111,8 @@ class Engine:
             return_routed_experts=True if asks else None,
             routed_experts_prompt_start=min(start, len(prompt)) if asks else None,
             extra_args={"kv_transfer_params": {"do_remote_prefill": remote}},
+            # As of a request that returns log-probs of its prompt.
+            skip_reading_prefix_cache=computes_all,
         )
         request = self._make_request(str(len(self.requests)), prompt, sampling, salt)
         self.requests[request.request_id] = request

@@ -48,22 +48,9 @@ class KVCache:
         self.digests += digests
         self.is_good += [True] * len(digests)
         self.weights += [weights] * len(digests)
-        for index, number in enumerate(self.passes[places[0]].tolist()):
-            # Two requests that share a block compute it: the second changes nothing.
-            if self._is_same(number, first + index):
-                numbers[index] = number
         for of_group in places:
             self.passes[of_group] = numbers
         return numbers
-
-    def _is_same(self, number: int, other: int) -> bool:
-        """Whether the first pass made what the other one makes."""
-        return (
-            number >= self.first_valid
-            and self.is_good[number]
-            and self.digests[number] == self.digests[other]
-            and self.weights[number] == self.weights[other]
-        )
 
     def mark_bad(self, passes: np.ndarray) -> None:
         """These passes read KV of other tokens, or of none."""

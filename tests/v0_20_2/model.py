@@ -170,13 +170,15 @@ class Worker:
         return not part.is_good
 
     def _note_passes(self, part: Part) -> np.ndarray:
-        """The pass of each position, as the request sees it."""
+        """The pass of each position: the newest one of the request's own, else the one whose KV it
+        read first."""
         request, size = part.request, self.kv.block_size
-        stop = part.first + len(part.passes)
         # Blocks that the tokens read from, from their first place on.
         begin = max(0, part.first - self.reaches[0]) // size * size
-        places = self.kv.places(request.block_ids[0], begin, stop)
-        request.passes[begin:stop] = self.kv.passes[places]
+        places = self.kv.places(request.block_ids[0], begin, part.first)
+        read = request.passes[begin : part.first]
+        np.copyto(read, self.kv.passes[places], where=read == UNSEEN)
+        request.passes[part.first : part.first + len(part.passes)] = part.passes
         return request.passes.copy()
 
     def _sample(self, part: Part) -> list[int]:

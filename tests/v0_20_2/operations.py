@@ -35,6 +35,7 @@ def operations(setup: Setup) -> st.SearchStrategy[list[Any]]:
             st.sampled_from([0, 0, 0, 5, 100]),
             st.sampled_from([None, None, None, "salt"]),
             *(st.booleans(), st.booleans()),
+            st.sampled_from([False, False, False, True]),
         ),
         operation("add_group", PROMPTS, st.integers(1, 8), st.integers(2, 3)),
         operation(

@@ -24,9 +24,9 @@ def asks(request: Request) -> bool:
 def check_rows(
     rows: np.ndarray, start: int, tokens: Sequence[int], passes: np.ndarray, kv: KVCache
 ) -> None:
-    """Each row is from a pass over the request's own tokens. If the request made or read the KV of
-    the position, the row is from the pass that made this KV. No such pass read wrong KV, or is from
-    before a reset."""
+    """Each row is from a pass over the request's own tokens. If the request computed the position,
+    the row is from its own last pass. If it read the KV of the position, the row is from the pass
+    that made this KV. No such pass read wrong KV, or is from before a reset."""
     of_rows, stop = read_rows(rows), start + len(rows)
     seen = passes[start:stop]
     np.testing.assert_array_equal(of_rows[seen != UNSEEN], seen[seen != UNSEEN])

@@ -93,3 +93,18 @@ def test_prefix_that_a_silent_request_cached_is_computed_again_once() -> None:
             engine.schedule([])
     engine.drain()
     engine.check()
+
+
+@pytest.mark.parametrize("computes_all", [False, True], ids=["block's end", "prompt log-probs"])
+def test_rows_of_a_block_that_another_request_computes_again(computes_all: bool) -> None:
+    """The first request has computed the block, and returns its rows later."""
+    engine = Engine(Setup(num_blocks=80, chunk=16))
+    engine.add(list(range(24)), 3)
+    assert run_step(engine) == 16
+    engine.deliver()
+    engine.add(list(range(2 * BLOCK)), 3, computes_all=computes_all)
+    # The rest of the first prompt, and the block.
+    assert run_step(engine) == 8 + (2 * BLOCK if computes_all else BLOCK)
+    assert engine.handed["0"] == []
+    engine.drain()
+    engine.check()
