@@ -168,7 +168,7 @@ MUTANTS = [
         "        if sync_blocks_to_evict:\n",
         "        if False:\n",
         setups="failed and loads",
-        examples=(1500, 6000),
+        examples=(400, 1500),
     ),
     Mutant(
         "rows of a block that is computed again replace those of the first block",
@@ -187,7 +187,7 @@ MUTANTS = [
         KV_TRANSFER,
         "                sharing.append(request)\n",
         "                pass\n",
-        setups="connector or loads",
+        setups="(connector or loads) and not end and not cache",
     ),
     Mutant(
         "first rows of a shared block left out",
