@@ -246,7 +246,7 @@ MUTANTS = [
         SCHEDULER,
         "            invalid_block_ids = invalid_block_ids | self.unsure_blocks\n",
         "",
-        setups="loads and end",
+        setups="request_that_left",
     ),
     Mutant(
         "steps in flight count for the next part of a session",

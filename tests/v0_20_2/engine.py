@@ -146,16 +146,34 @@ class Engine:
         for _ in range(size * self.setup.crowd):
             self.add(list(prompt), max_tokens)
 
-    def add_relay(self, prompt: list[int], num_cached: int, start: int, lose: int | None) -> None:
+    def add_relay(
+        self,
+        prompt: list[int],
+        num_cached: int,
+        start: int,
+        lose: int | None,
+        leaves: str | None = None,
+    ) -> None:
         """A silent request caches a prefix. Another one receives it nevertheless, because the rows
-        are missing, and computes the blocks after it. A third request uses these blocks."""
+        are missing, and computes the blocks after it. A third request uses these blocks. The second
+        one may leave while its load is on its way."""
         prompt = [*prompt, *range(3 * BLOCK)]
+        if leaves is not None:
+            # So that the connector has something for the receiver, in the same step.
+            while len(self.requests) % 4 != 1:
+                self.add([0], 1, asks=False)
         self.add(prompt[: num_cached * BLOCK + 1], 5, asks=False)
         self.schedule([True] * self.setup.drafts)
         if lose is not None:
             self.lose(lose)
         self.add(prompt, 3, remote=True)
+        receiver = [*self.requests.values()][-1]
         self.add([*prompt, 1], 3, start=start * BLOCK)
+        if leaves is None:
+            return
+        self.schedule([True] * self.setup.drafts)
+        if receiver in self.scheduler.running:
+            (self._abort if leaves == "aborted" else self._preempt)(receiver)
 
     def add_turn(self, index: int, tail: list[int], max_tokens: int) -> None:
         """Continue what a request has so far."""
@@ -168,18 +186,22 @@ class Engine:
     def abort(self, index: int) -> None:
         """The client of an unfinished request disconnects."""
         if unfinished := [r for r in self.requests.values() if not r.is_finished()]:
-            req_id = unfinished[index % len(unfinished)].request_id
-            with self._break_leaving("free"):
-                self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+            self._abort(unfinished[index % len(unfinished)])
+
+    def _abort(self, request: Request) -> None:
+        with self._break_leaving("free"):
+            self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def preempt(self, index: int) -> None:
         """As the scheduler does for want of blocks, or for a request of higher priority."""
-        running = self.scheduler.running
-        if running:
-            request = running.pop(index % len(running))
-            with self._break_leaving("release"):
-                self.scheduler._preempt_request(request, 0.0)
-            self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        if running := self.scheduler.running:
+            self._preempt(running[index % len(running)])
+
+    def _preempt(self, request: Request) -> None:
+        self.scheduler.running.remove(request)
+        with self._break_leaving("release"):
+            self.scheduler._preempt_request(request, 0.0)
+        self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
     # Sessions
 

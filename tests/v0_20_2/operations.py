@@ -41,6 +41,7 @@ def operations(setup: Setup) -> st.SearchStrategy[list[Any]]:
         operation(
             *("add_relay", PROMPTS, st.integers(1, 4), st.integers(1, 4)),
             st.sampled_from([None, 0, 1, 2]),
+            st.sampled_from([None, None, "aborted", "preempted"] if setup.connector else [None]),
         ),
         operation("add_turn", st.integers(0, 20), TAILS, st.integers(1, 6)),
         *[operation("schedule", st.lists(st.booleans(), min_size=3, max_size=3))] * 4,

@@ -108,3 +108,12 @@ def test_rows_of_a_block_that_another_request_computes_again(computes_all: bool)
     assert engine.handed["0"] == []
     engine.drain()
     engine.check()
+
+
+@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
+def test_request_behind_a_failed_load_of_a_request_that_left(leaves: str) -> None:
+    """It has blocks that the request computed from what it should have loaded, and not those."""
+    engine = Engine(SETUPS["asynchronous, failed loads end"])
+    engine.add_relay([10, 11, 12], num_cached=1, start=1, lose=0, leaves=leaves)
+    engine.drain()
+    engine.check()
