@@ -72,6 +72,7 @@ MORE = {
             st.lists(st.booleans(), max_size=2),
         )
     ],
+    "join": [operation("join", PROMPTS, st.integers(0, 5), st.booleans())],
     "preempt": [operation("preempt", st.integers(0, 20))],
     "fault": [operation("break_next", st.lists(st.sampled_from(PLACES), min_size=1, max_size=2))],
     "crash": [operation("crash", DRAFTS, st.sampled_from(["before", "begun", "prepared"]))],

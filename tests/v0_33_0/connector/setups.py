@@ -26,10 +26,8 @@ MAX_LEN = 48
 WINDOW_TOKENS = 6
 # What the test does not try, or does not compare, and why. Nothing else is left out.
 LEFT_OUT = {
-    "use of KV that a step in flight does not load": "vLLM issue 49250: steps in flight run on KV "
-    "that is not there.",
-    "output of a request that was preempted while a load of it failed": "The same: the release "
-    "delivers the token that was computed from the KV.",
+    "output of a request that was preempted while a load of it failed": "vLLM issue 49250: the "
+    "release delivers the token that was computed from the KV.",
     "reset beside requests that wait with KV": "The release refuses it with an error, after it has "
     "preempted the running requests; they begin again all the same.",
     "sessions that wait for each other's KV": "The release never frees the KV of a session that "
@@ -55,6 +53,8 @@ class Setup:
     drafts: int = 0
     num_blocks: int = 14
     chunk: int = 7
+    # Prompt tokens of one request in a step, 0 for as many as the step has room for.
+    part: int = 0
     connector: bool = False
     # Requests whose KV does not load end with an error; else they compute it.
     policy_fail: bool = False
@@ -151,6 +151,16 @@ LOADS = {
         connector=True,
         policy_fail=True,
         also=("preempt", "reload", "receive", "fail", "abandon", "silent"),
+    ),
+    "failed loads of shared blocks": Setup(
+        connector=True, part=4, chunk=16, also=("preempt", "reload", "fail", "join", "silent")
+    ),
+    "asynchronous failed loads of shared blocks": Setup(
+        asynchronous=True,
+        depth=2,
+        connector=True,
+        chunk=16,
+        also=("preempt", "reload", "fail", "join", "silent"),
     ),
 }
 # Weights change with requests in flight, or between a load and the computation of what it loads.
@@ -292,6 +302,7 @@ def make_config(setup: Setup) -> tuple[VllmConfig, KVCacheConfig]:
     config.cache_config.prefix_match_unit = setup.match_unit
     config.cache_config.mamba_cache_mode = "align" if setup.caching else "none"
     config.scheduler_config.watermark = 0.0
+    config.scheduler_config.long_prefill_token_threshold = setup.part
     if setup.opt_in:
         config.aux_output_config.routed_experts_opt_in = True
     groups = [
