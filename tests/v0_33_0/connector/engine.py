@@ -324,6 +324,9 @@ class Engine:
         loaded = self.load(scheduled)
         step = self.runner.execute(scheduled, ids)
         step.output.kv_connector_output = loaded
+        if self.setup.policy_fail:
+            # They share a block that a step in flight did not load.
+            self.may_fail |= step.spoiled
         self.steps.append(step)
         in_flight = {step.number for step in self.steps}
         assert self.runner.reads_lost <= in_flight, "a step reads KV that is known not to be there"
@@ -538,7 +541,8 @@ class Engine:
         truth = step.truth[req_id][start:end]
         if (truth == GARBAGE).all((1, 2)).any():
             assert req_id in step.spoiled
-            assert self.setup.depth > 1 and self.requests[req_id].num_preemptions
+            assert self.setup.depth > 1
+            assert self.requests[req_id].num_preemptions
             assert left_out("output of a request that was preempted while a load of it failed")
             reject()
         case = "block that another request computed again with other weights"
