@@ -318,7 +318,7 @@ MUTANTS = [
     Mutant(
         "blocks of a step that failed stay cached",
         SENTINEL,
-        "        engine.scheduler.kv_cache_manager.evict_blocks(set(range(num_blocks)))\n",
+        "        scheduler.kv_cache_manager.evict_blocks(set(range(num_blocks)))\n",
         "",
         setups="recovery",
     ),
@@ -422,8 +422,8 @@ MUTANTS = [
     Mutant(
         "weights split off by one",
         RECORD,
-        'return rows.view(record)[..., 0]["weights"]',
-        'return np.roll(rows.view(record)[..., 0]["weights"], 1, -1)',
+        'ascontiguousarray(rows.view(record)[..., 0]["weights"])',
+        'roll(rows.view(record)[..., 0]["weights"], 1, -1)',
         setups="wide or expert_weights",
     ),
     Mutant(
