@@ -302,13 +302,6 @@ MUTANTS = [
         setups="failed",
     ),
     Mutant(
-        "blocks of a stale step count as failed again",
-        SCHEDULER,
-        "                request.num_in_flight_tokens - request.num_stale_output_tokens\n",
-        "                request.num_in_flight_tokens * 0\n",
-        setups="failed",
-    ),
-    Mutant(
         "dropped output of a rewound request reads earlier rows",
         ROWS,
         "        buffer.emitted[state.slot] = np.iinfo(np.int64).max\n",

@@ -345,7 +345,7 @@ class Engine:
             if req_id not in scheduled.num_scheduled_tokens:
                 received.add(req_id)
             if self.lose is not None:
-                lost.add(load.block_of(self.lose))
+                lost.update(load.lost(self.lose))
                 self.lose = None
         for block in lost:
             self.runner.lose(block)

@@ -66,7 +66,8 @@ class Load:
     # Steps that it still takes, 0 if it is within a step.
     steps: int = 0
 
-    def block_of(self, index: int) -> int:
-        """One of the blocks that it fills."""
+    def lost(self, index: int) -> list[int]:
+        """One of the blocks that it fills; with a large index, all blocks after it too."""
         first, last = self.positions.start // BLOCK, (self.positions.stop - 1) // BLOCK
-        return self.blocks[first + index % (last - first + 1)]
+        lost = self.blocks[first + index % (last - first + 1) : last + 1]
+        return lost if index > last - first else lost[:1]
