@@ -51,7 +51,7 @@ Signed-off-by: vLLM routed experts <patches@vllm-routed-experts.invalid>
 # The patch of this message, and the one that the document splits.
 FRESH, METRICS = "say-something-by-a-test.patch", "routed-experts-metrics.patch"
 # The patch that it drops.
-LAST = "routed-experts-scheduler-class.patch"
+LAST = "routed-experts-no-rejected-counts.patch"
 
 
 def blocks(name: str) -> dict[str, list[str]]:
@@ -158,7 +158,7 @@ def scratch(clone: Scratch) -> Iterator[Scratch]:
         ("Reordering", "1{h;d};2G", lambda series: [series[1], series[0], *series[2:]]),
         (
             "Dropping a patch",
-            "/with a scheduler class of its own/d",
+            "/the counts of rejected tokens/d",
             lambda series: [name for name in series if name != LAST],
         ),
     ],
