@@ -57,6 +57,13 @@ MUTANTS = [
         "            )\n",
         setups="state",
     ),
+    Mutant(
+        "all computations of a block have the same rows",
+        KNOWN,
+        "    if not number:\n        return block_hash\n",
+        "    return block_hash\n",
+        setups="window or state or silent",
+    ),
     # Cached blocks without rows.
     Mutant(
         "blocks of silent requests count as captured",

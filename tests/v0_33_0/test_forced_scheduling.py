@@ -103,7 +103,9 @@ class ForcedRunner(Runner):
         self.starts, admitted = super()._update(scheduled)
         return self.starts, admitted
 
-    def _compute(self, fed: dict[str, list[int]], ranges: dict[str, range], ids: BlockIds) -> Any:
+    def _compute(
+        self, fed: dict[str, list[int]], ranges: dict[str, range], ids: BlockIds, admitted: set[str]
+    ) -> Any:
         self.check_forced(ranges)
         routed = {
             req_id: [
@@ -113,7 +115,7 @@ class ForcedRunner(Runner):
             + tokens[MAX_LEN:]
             for req_id, tokens in fed.items()
         }
-        return super()._compute(routed, ranges, ids)
+        return super()._compute(routed, ranges, ids, admitted)
 
     def check_forced(self, ranges: dict[str, range]) -> None:
         req_ids, counts = list(ranges), [len(positions) for positions in ranges.values()]

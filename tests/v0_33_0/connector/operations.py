@@ -34,6 +34,8 @@ def operation(name: str, *arguments: Any, **more: Any) -> st.SearchStrategy[Oper
 COMMON = [
     operation("add", PROMPTS, LENGTHS, STARTS),
     operation("add", PROMPTS, LENGTHS, STARTS),
+    operation("add", PROMPTS, LENGTHS, STARTS, prompt_logprobs=st.just(0)),
+    operation("compute_again", st.integers(0, 20), st.integers(1, 4)),
     operation("add_group", PROMPTS, st.integers(1, 8), st.integers(2, 3)),
     operation("add_turn", st.integers(0, 20), TAILS, st.integers(1, 6)),
     *[operation("schedule", DRAFTS)] * 3,

@@ -25,6 +25,8 @@ from tests.v0_33_0.connector.setups import MAX_LEN, WINDOW_TOKENS, Setup
 BlockIds = dict[str, Sequence[list[int]]]
 # The rows of tokens whose KV was received or did not load, and of those computed from the latter.
 GARBAGE = np.full((2, 2), 0xFFFF, dtype=np.uint16)
+# Number of a computation that is not known.
+ANY = 0xFFFF
 
 
 # What rows with weights are: of each layer two ids, and then two weights.
@@ -40,6 +42,13 @@ def weigh(rows: np.ndarray) -> np.ndarray:
 def widen(rows: np.ndarray) -> np.ndarray:
     """Rows with their weights, as bytes."""
     return np.concatenate((rows.view(np.uint8), weigh(rows).view(np.uint8)), axis=-1)
+
+
+def of_any(rows: np.ndarray) -> np.ndarray:
+    """The rows, of a computation that is not known."""
+    rows = rows.copy()
+    rows[:, 1, 1] = ANY
+    return rows
 
 
 def names(tokens: Sequence[int]) -> np.ndarray:
@@ -144,7 +153,9 @@ class Runner:
     def __init__(self, setup: Setup, config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         self.setup = setup
         self.weights = 0
-        self.num_steps = 0
+        self.num_steps = self.num_computations = 0
+        # Whether requests compute the last tokens of cached blocks again.
+        self.replays = any(kind == "replay" for kind, _ in setup.groups)
         self.tokens: dict[str, list[int]] = {}
         self.num_prompt_tokens: dict[str, int] = {}
         self.kv = KVCache(setup)
@@ -155,14 +166,11 @@ class Runner:
         self.proposes = setup.asynchronous and setup.drafts > 0
         self.draft_is_right: list[bool] = []
         # The latest computation of each block, named by all tokens up to its end: what a KV
-        # connector can load, and in which step it was computed.
+        # connector can load.
         self.saved: dict[tuple[int, ...], np.ndarray] = {}
-        self.saved_in: dict[tuple[int, ...], int] = {}
-        # By request whose KV is loaded: its cached blocks, and since when it has them.
-        self.found: dict[str, dict[int, tuple[int, int]]] = {}
-        # By request: its rows, and the step in which it got each of its blocks.
+        # By request: its rows, and the blocks that it has had.
         self.truth: dict[str, np.ndarray] = {}
-        self.held_since: dict[str, dict[int, tuple[int, int]]] = {}
+        self.had: dict[str, set[int]] = {}
         # Steps with loads that lost what this step reads.
         self.reads_lost: set[int] = set()
         self.rows = np.empty((0, 2, 2), np.uint16)
@@ -197,7 +205,7 @@ class Runner:
             if self.proposes and not fresh:  # theirs are padding
                 drafts = propose(self.tokens[req_id], self.draft_is_right[: len(drafts)])
             fed[req_id] = [*self.tokens[req_id], *drafts]
-        rows = self._compute(fed, ranges, ids)
+        rows = self._compute(fed, ranges, ids, admitted)
         sampled, rejected = [], []
         for req_id in req_ids:
             tokens = self._sample(req_id, fed[req_id], ranges[req_id])
@@ -205,8 +213,10 @@ class Runner:
             self.num_done[req_id] = done
             sampled.append(tokens)
             rejected.append(ranges[req_id].stop - done)
+            start = ranges[req_id].start
             self._note(req_id, ids[req_id][self.setup.row_group], req_id in admitted)
-            self._save(req_id, ranges[req_id].start)
+            self.truth[req_id][start:done] = rows[req_id][: max(done - start, 0)]
+            self._save(req_id, start)
         pending = self._prepare(req_ids, ranges, rows)
         if pending is not None:
             pending.enqueue_cpu_copy(np.array([len(t) for t in sampled]), np.array(rejected))
@@ -220,17 +230,25 @@ class Runner:
         return Step(number, scheduled, output, pending, truth, firsts, self.spoiled)
 
     def _compute(
-        self, fed: dict[str, list[int]], ranges: dict[str, range], ids: BlockIds
+        self, fed: dict[str, list[int]], ranges: dict[str, range], ids: BlockIds, admitted: set[str]
     ) -> dict[str, np.ndarray]:
         """Write the KV of the step, and check what it reads. A layer writes the KV of all tokens
         before any token reads it."""
         rows, owners = {}, {}
         for req_id, positions in ranges.items():
             rows[req_id] = np.stack([true_row(fed[req_id], p, self.weights) for p in positions])
+            # Each computation has rows of its own, as if rounding decided between experts.
+            rows[req_id][:, 1, 0] += rows[req_id][:, 1, 1] << 6
+            self.num_computations += 1
+            rows[req_id][:, 1, 1] = self.num_computations
             owners[req_id] = names(fed[req_id])
             # Drafts of a request that goes on elsewhere are no tokens after the known ones.
             its_owners = np.resize(owners[req_id][positions.start : positions.stop], len(positions))
+            blocks = ids[req_id][self.setup.row_group]
+            rewritten = self._rewritten(req_id, blocks, positions, its_owners)
             self.kv.write(ids[req_id], positions, rows[req_id], its_owners)
+            for place in rewritten if self.replays or req_id not in admitted else ():
+                self.kv.rows[place][1, 1] = ANY
         self.reads_lost.clear()
         self.spoiled: set[str] = set()
         while True:
@@ -248,6 +266,19 @@ class Runner:
                 rows[req_id][:] = GARBAGE
                 self.spoiled.add(req_id)
 
+    def _rewritten(
+        self, req_id: str, blocks: list[int], positions: range, owners: np.ndarray
+    ) -> list[tuple[int, int]]:
+        """Where the request writes KV of a block that it has, and that has this KV already. Others
+        that share the block may have the rows of either computation."""
+        size, had = self.setup.row_block, self.had.get(req_id, ())
+        places = [(blocks[p // size], p % size) for p in positions]
+        return [
+            place
+            for p, place, owner in zip(positions, places, owners, strict=True)
+            if (self.replays or p // size in had) and self.kv.owners[place] == owner
+        ]
+
     def _sample(self, req_id: str, fed: list[int], positions: range) -> list[int]:
         known = self.tokens[req_id]
         tokens: list[int] = []
@@ -261,37 +292,32 @@ class Runner:
         return tokens
 
     def _note(self, req_id: str, blocks: list[int], admitted: bool) -> None:
-        """Note the rows of the request's tokens, and since when it has its blocks."""
+        """Note the rows of the blocks that the request got."""
         size, num_done = self.setup.row_block, self.num_done[req_id]
         if admitted or req_id not in self.truth:
-            self.held_since[req_id] = self.found.pop(req_id, {})
+            self.had[req_id] = set()
             self.truth[req_id] = np.tile(GARBAGE, (MAX_LEN + size, 1, 1))
-        truth, since = self.truth[req_id], self.held_since[req_id]
+        truth = self.truth[req_id]
         for index in range(-(-num_done // size)):
             block = blocks[index]
+            if index in self.had[req_id]:
+                # Others may compute a block again that they share with the request.
+                continue
             if block:
                 truth[index * size : (index + 1) * size] = self.kv.rows[block, :size]
-            elif index not in since:
+            else:
                 # A block before a sliding window: its rows are known by its tokens alone.
                 name = tuple(self.tokens[req_id][: (index + 1) * size])
-                truth[index * size : (index + 1) * size] = self.saved[name]
-            if index not in since or (block and since[index][0] != block):
-                since[index] = block, self.num_steps
+                truth[index * size : (index + 1) * size] = of_any(self.saved[name])
+            self.had[req_id].add(index)
 
     def _save(self, req_id: str, start: int) -> None:
-        """Keep the blocks that the step filled. If groups have larger blocks, the scheduler knows
-        smaller ones by their hash only when these are filled."""
+        """Keep the blocks that the step filled."""
         size = self.setup.row_block
-        largest = max(size for _, size in self.setup.groups)
-        for index in range(start // largest * largest // size, self.num_done[req_id] // size):
+        for index in range(start // size, self.num_done[req_id] // size):
             block = self.truth[req_id][index * size : (index + 1) * size]
             if not (block == GARBAGE).all((1, 2)).any():
-                name = tuple(self.tokens[req_id][: (index + 1) * size])
-                if (index + 1) * size > start:
-                    self.saved[name] = block.copy()
-                elif name not in self.saved or (self.saved[name] != block).any():
-                    continue
-                self.saved_in[name] = self.num_steps
+                self.saved[tuple(self.tokens[req_id][: (index + 1) * size])] = block.copy()
 
     def _prepare(
         self, req_ids: list[str], ranges: dict[str, range], rows: dict[str, np.ndarray]
@@ -314,7 +340,7 @@ class Runner:
         self.kv.write([blocks], positions, np.tile(GARBAGE, (len(positions), 1, 1)), owners)
         for index in range(positions.start // size, positions.stop // size):
             if (saved := self.saved.get(tuple(tokens[: (index + 1) * size]))) is not None:
-                self.kv.rows[blocks[index]] = saved
+                self.kv.rows[blocks[index]] = of_any(saved)
 
     def lose(self, block: int) -> None:
         self.kv.rows[block], self.kv.owners[block] = GARBAGE, 0

@@ -32,9 +32,11 @@ LEFT_OUT = {
     "preempted the running requests; they begin again all the same.",
     "sessions that wait for each other's KV": "The release never frees the KV of a session that "
     "waits: where each needs more, all wait for ever.",
-    "block that another request computed again with other weights": "Only where weights change "
-    "without a reset: rows of a block are kept by its hash, so a request that was not yet given "
-    "them gets the latest ones.",
+    "which computation KV that was loaded is of": "A KV connector may keep an earlier computation "
+    "of a block than the rows are of. Their tokens and weights are compared.",
+    "which of two computations KV is of": "After a failed load, and with replayed windows, "
+    "requests compute KV again in a block of others. These may have rows of either computation.",
+    "which computation rows before a sliding window are of": "They have no KV that must fit.",
 }
 
 
@@ -81,11 +83,6 @@ class Setup:
     @property
     def row_block(self) -> int:
         return self.groups[self.row_group][1]
-
-    @property
-    def weights_stay(self) -> bool:
-        """Whether weights change only with a reset of the prefix cache."""
-        return not {"update", "keep"} & {*self.also}
 
 
 # These hold on the release as well, as `test_release.py` shows.
