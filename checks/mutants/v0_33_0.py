@@ -64,6 +64,34 @@ MUTANTS = [
         "    return block_hash\n",
         setups="window or state or silent",
     ),
+    Mutant(
+        "request does not know which computation it found",
+        CONNECTOR,
+        "        self._note_found(request, 0, num_computed_tokens // block_size)\n",
+        "",
+        setups="synchronous or drafts",
+    ),
+    Mutant(
+        "rows that a loading request found are not kept",
+        CONNECTOR,
+        "            self._retained_hashes += keys\n",
+        "",
+        setups="loads or remote",
+    ),
+    Mutant(
+        "cached block keeps its number when it is computed again",
+        CONNECTOR,
+        "block.aux_output_number = max(number, block.aux_output_number)\n",
+        "pass\n",
+        setups="replayed or failed",
+    ),
+    Mutant(
+        "first computation is kept, not the latest",
+        CONNECTOR,
+        "                if known is None or number > known:\n",
+        "                if known is None:\n",
+        setups="synchronous or drafts or windows",
+    ),
     # Cached blocks without rows.
     Mutant(
         "blocks of silent requests count as captured",
