@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "block without rows given out first",
         CACHE,
-        ") is not None and rows.cached_step[first.block_id] == NEVER:",
-        ") is None:",
+        "            while first is not None and rows.cached_step[first.block_id] == NEVER:\n",
+        "            while False:\n",
     ),
     Mutant(
         "rows of received blocks expected",
