@@ -263,13 +263,6 @@ MUTANTS = [
         setups="remote",
     ),
     Mutant(
-        "last block of a received prompt has the key of an earlier computation",
-        SCHEDULER,
-        "request, request.num_computed_tokens\n            )\n        self.finished_recving",
-        "request, request.num_tokens\n            )\n        self.finished_recving",
-        setups="remote",
-    ),
-    Mutant(
         "start stays after tokens that failed to load",
         KV_CACHE,
         "        request.aux_output_start = min(request.aux_output_start, total_computed_tokens)\n",
