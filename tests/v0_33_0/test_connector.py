@@ -83,15 +83,17 @@ def test_request_that_is_preempted_in_its_own_pass_gets_its_rows(
 
 
 def test_request_does_not_use_loaded_blocks_that_another_one_computed_meanwhile() -> None:
-    """The rows are of the later computation, with other weights than the KV that was loaded."""
+    """During the load, the KV connector keeps the later KV, of other weights, and then loads it."""
     prompt = list(range(21))
     with running(Setup(connector=True, num_blocks=13)) as engine:
         engine.add(prompt, 1)
         engine.drain()
         engine.evict()
         engine.runner.weights += 1
-        engine.add_of_kind(3, prompt)
-        engine.add(prompt, 3)
+        while len(engine.requests) < 11:
+            engine.add([1], 1)
+        engine.add_of_kind(3, prompt)  # its load takes two steps
+        engine.add_of_kind(0, prompt)
         engine.drain()
         engine.check()
 
