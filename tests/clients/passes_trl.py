@@ -163,3 +163,6 @@ if __name__ == "__main__":
     if os.environ.get("RANK", "0") == "0":
         found["without NCCL"] = without_nccl()
         Path(sys.argv[2]).write_text(json.dumps(found, indent=1))
+    if torch.distributed.is_initialized():
+        # Otherwise its threads may abort this process when it ends.
+        torch.distributed.destroy_process_group()
